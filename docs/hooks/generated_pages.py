@@ -7,9 +7,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import tutti.cli.flags
-from tutti.cli import COMMANDS
+from tutti.cli import COMMANDS, SUBCOMMANDS
 from tutti.cli import run as run_command
-from tutti.cli.completion import SUBCOMMANDS
 from tutti.cli.flags import Flag, flag_sections
 
 _HEAD = ["| flag | default | meaning |", "| --- | --- | --- |"]
@@ -68,11 +67,11 @@ def command_page(words: list[str]) -> tuple[str, str]:
     else:
         raise RuntimeError(f"tutti {' '.join(words)} does not parse its flags from a dataclass")
     summary, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\n")
-    about, _, example = summary.partition(": tutti ")
+    about, _, example = summary.rstrip(".").partition(": tutti ")
     lines = [f"# tutti {' '.join(words)}", "", f"{about}.", ""]
     if example:
         lines += ["```", f"tutti {example}", "```", ""]
-    lines += [text.strip(), ""]
+    lines += [text.strip("\n"), ""]
     sections = list(flag_sections(kind, default))
     if words == ["train"]:
         sections += _architectures()

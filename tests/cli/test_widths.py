@@ -23,7 +23,7 @@ def test_no_line_is_wider_than_the_terminal(words: list[str], columns: int) -> N
     widest = max(map(len, done.stdout.splitlines()))
     assert widest <= columns, done.stdout
     if words[0] == "doctor" and columns == 140:
-        assert widest > 80  # and uses what there is
+        assert widest > 80  # a wide terminal is used fully
 
 
 @pytest.mark.parametrize("columns", ["60", "80", None])
@@ -82,7 +82,7 @@ def test_a_sweep_shows_as_much_as_fits(
     ]  # fmt: skip
     CollectivesTable({"all_reduce": placements}, 1, spread=True).add(rows)
     out = capsys.readouterr().out
-    place = 13 * (len(placements) > 1)  # out-of-place is told behind the row
-    assert max(map(len, out.splitlines())) <= max(columns, 52 + place), out
-    room = columns >= 74 + place
-    assert ("cv%" in out) == room and ("too narrow" in out) != room
+    note = 13 * (len(placements) > 1)  # columns of the note about out-of-note results
+    assert max(map(len, out.splitlines())) <= max(columns, 52 + note), out
+    fits = columns >= 74 + note
+    assert ("cv%" in out) == fits and ("too narrow" in out) != fits

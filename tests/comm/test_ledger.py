@@ -302,7 +302,7 @@ def test_the_command_shows_ranks_that_hang_in_different_ways(tmp_path: Path) -> 
 def test_the_command_reports_that_a_process_has_no_ledger() -> None:
     done = run_command([*TUTTI, "world", "--ledger", "1"])
     assert done.returncode == 2
-    assert "--ledger 1: no ledger there" in done.stderr and done.stderr.count("\n") == 1
+    assert "--ledger 1: this process has ended" in done.stderr and done.stderr.count("\n") == 1
 
 
 _SHM_RANK = """

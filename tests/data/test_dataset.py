@@ -91,16 +91,16 @@ def test_a_torch_dataset_gives_an_empty_batch_of_the_right_shape() -> None:
     assert (targets.shape, targets.dtype) == ((0,), torch.int64)
 
 
-def test_a_dataset_with_batched_access_is_asked_once_per_batch() -> None:
-    asked = []
+def test_a_dataset_with_batched_access_is_called_once_per_batch() -> None:
+    calls = []
 
     class Batched(Squares):
         def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-            asked.append(indices)
+            calls.append(indices)
             return [self[i] for i in indices]
 
     as_samples(Batched()).batch([4, 2])
-    assert asked == [[4, 2]]
+    assert calls == [[4, 2]]
     assert as_samples(Subset(Squares(), [7, 8])).batch([1])[1].tolist() == [8]
 
 

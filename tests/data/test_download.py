@@ -5,6 +5,7 @@ import hashlib
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import IO
 
 import pytest
 
-from tutti.data import DataError, cifar100_dataset, fashion_mnist_dataset
+from tutti.data import DataError, cifar100_dataset, fashion_mnist_dataset, image_datasets
 from tutti.data.download import Remote, _lock, ensure
 
 CONTENT = bytes(range(256)) * 20_000  # 5 MB, several chunks
@@ -20,7 +21,7 @@ CURE = "put it there yourself"
 
 
 class Server(ThreadingHTTPServer):
-    """Serves CONTENT under any name, with ranges; notes what it was asked for."""
+    """Serves CONTENT under any name, with ranges; records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -28,7 +29,7 @@ class Server(ThreadingHTTPServer):
         self.ranges = True
         self.break_after: list[int] = []  # bytes after which the next responses end
         self.status: int | None = None
-        self.asked: list[tuple[str, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
 
     @property
     def url(self) -> str:
@@ -40,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, wanted = self.server, self.headers.get("Range")
-        server.asked.append((self.path, wanted))
+        server.requests.append((self.path, wanted))
         if server.status:
             return self.send_error(server.status)
         start = 0
@@ -84,24 +85,21 @@ def files(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256"])
 def test_a_file_is_downloaded_checked_and_named_once(
-    server: Server, tmp_path: Path, algorithm: str
+    server: Server, tmp_path: Path, algorithm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notes: list[str] = []
     for _ in range(2):
-        ensure(
-            [remote(server, algorithm=algorithm)], tmp_path / "new", cure=CURE, note=notes.append
-        )
+        ensure([remote(server, algorithm=algorithm)], tmp_path / "new", cure=CURE)
     assert (tmp_path / "new" / "file.bin").read_bytes() == CONTENT
     assert files(tmp_path / "new") == ["file.bin"]
-    assert server.asked == [("/file.bin", None)]
-    assert len(notes) == 1
+    assert server.requests == [("/file.bin", None)]
+    assert capsys.readouterr().err.count("downloading ") == 1
 
 
 def test_a_broken_connection_is_resumed(server: Server, tmp_path: Path) -> None:
     server.break_after = [1_000_003]
     ensure([remote(server)], tmp_path, cure=CURE)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
-    assert server.asked[1:] == [("/file.bin", "bytes=1000003-")]
+    assert server.requests[1:] == [("/file.bin", "bytes=1000003-")]
 
 
 def test_an_interrupted_download_is_resumed_by_the_next_run(server: Server, tmp_path: Path) -> None:
@@ -110,7 +108,7 @@ def test_an_interrupted_download_is_resumed_by_the_next_run(server: Server, tmp_
         ensure([remote(server)], tmp_path, cure=CURE)
     assert files(tmp_path) == ["file.bin.part"]
     ensure([remote(server)], tmp_path, cure=CURE)
-    assert server.asked[-1] == ("/file.bin", "bytes=60-")
+    assert server.requests[-1] == ("/file.bin", "bytes=60-")
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
 
@@ -118,7 +116,7 @@ def test_a_server_without_ranges_starts_over(server: Server, tmp_path: Path) -> 
     server.ranges, server.break_after = False, [1000]
     ensure([remote(server)], tmp_path, cure=CURE)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
-    assert len(server.asked) == 2  # the second answer was used, and not put after the first
+    assert len(server.requests) == 2  # the second answer was used, and not put after the first
 
 
 def test_a_complete_partial_file_is_only_renamed(server: Server, tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(server: Server, tmp_path: Path) 
         ensure([remote(server)], tmp_path, cure=CURE)
     assert "\n" not in str(error.value)
     assert files(tmp_path) == []
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_a_server_error_is_reported_with_the_cure(server: Server, tmp_path: Path) -> None:
@@ -152,11 +150,17 @@ def test_a_server_error_is_reported_with_the_cure(server: Server, tmp_path: Path
     assert files(tmp_path) == []
 
 
-def test_offline_names_the_files_the_directory_and_the_alternative(tmp_path: Path) -> None:
-    with Server() as server:  # bound, never serving, and closed: nobody listens there any more
+def test_offline_names_the_files_the_directory_and_the_alternative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server() as server:  # bound, never serving, and closed: no process listens there
         nowhere = server.url
+    moved = [replace(file, url=nowhere) for file in image_datasets.FASHION_MNIST_FILES]
+    monkeypatch.setattr(image_datasets, "FASHION_MNIST_FILES", moved)
+    archive = replace(image_datasets.CIFAR100_ARCHIVE, url=nowhere)
+    monkeypatch.setattr(image_datasets, "CIFAR100_ARCHIVE", archive)
     with pytest.raises(DataError) as error:
-        fashion_mnist_dataset(tmp_path / "fm", download=True, mirror=nowhere)
+        fashion_mnist_dataset(tmp_path / "fm", download=True)
     message = str(error.value)
     assert "cannot download" in message
     assert "train-images-idx3-ubyte.gz" in message
@@ -164,7 +168,7 @@ def test_offline_names_the_files_the_directory_and_the_alternative(tmp_path: Pat
     assert f"into {tmp_path / 'fm'} or use --dataset digits" in message
     assert "\n" not in message
     with pytest.raises(DataError, match=r"cifar-100-python\.tar\.gz into .* --dataset digits"):
-        cifar100_dataset(tmp_path / "cifar", download=True, mirror=nowhere)
+        cifar100_dataset(tmp_path / "cifar", download=True)
 
 
 def test_a_directory_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
@@ -173,13 +177,13 @@ def test_a_directory_that_cannot_be_written_is_named(server: Server, tmp_path: P
         ensure([remote(server)], tmp_path / "file" / "data", cure=CURE)
 
 
-def test_an_unzipped_file_counts_as_there(server: Server, tmp_path: Path) -> None:
+def test_an_unzipped_file_is_not_downloaded_again(server: Server, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"unzipped by hand")
     ensure([Remote("x.gz", f"{server.url}/x.gz", "md5:0")], tmp_path, cure=CURE)
-    assert server.asked == []
+    assert server.requests == []
 
 
-def ensure_or_tell(file: Remote, directory: Path, outcome: "multiprocessing.Queue[str]") -> None:
+def ensure_and_report(file: Remote, directory: Path, outcome: "multiprocessing.Queue[str]") -> None:
     try:
         ensure([file], directory, cure=CURE)
         outcome.put("complete" if (directory / file.name).read_bytes() == CONTENT else "wrong")
@@ -188,28 +192,28 @@ def ensure_or_tell(file: Remote, directory: Path, outcome: "multiprocessing.Queu
 
 
 def at_once(file: Remote, directory: Path, count: int) -> list[str]:
-    """What `count` processes say that want the same file at the same time."""
+    """Return the results of `count` processes that download one file at the same time."""
     context = multiprocessing.get_context("fork")
     outcome: multiprocessing.Queue[str] = context.Queue()
     arguments = (file, directory, outcome)
-    processes = [context.Process(target=ensure_or_tell, args=arguments) for _ in range(count)]
+    processes = [context.Process(target=ensure_and_report, args=arguments) for _ in range(count)]
     for process in processes:
         process.start()
-    said = [outcome.get() for _ in processes]
+    results = [outcome.get() for _ in processes]
     for process in processes:
         process.join()
-    return said
+    return results
 
 
 def test_concurrent_processes_download_once(server: Server, tmp_path: Path) -> None:
     assert at_once(remote(server), tmp_path, 4) == ["complete"] * 4
-    assert server.asked == [("/file.bin", None)]
+    assert server.requests == [("/file.bin", None)]
 
 
 def wait_and_tell(
     file: Remote, directory: Path, outcome: "multiprocessing.Queue[str]", waits: Event
 ) -> None:
-    """As ensure_or_tell, in a process of its own that says when it is about to wait."""
+    """Like ensure_and_report, and sets an event before it waits for the lock."""
     flock = fcntl.flock
 
     def telling(lock: IO[bytes], how: int) -> None:
@@ -218,7 +222,7 @@ def wait_and_tell(
         flock(lock, how)
 
     fcntl.flock = telling  # type: ignore[assignment]
-    ensure_or_tell(file, directory, outcome)
+    ensure_and_report(file, directory, outcome)
 
 
 def test_a_process_that_waited_for_a_failed_download_fails_with_the_same_error(
@@ -237,7 +241,7 @@ def test_a_process_that_waited_for_a_failed_download_fails_with_the_same_error(
     # Then the one that waited does not try for itself
     assert outcome.get() == "no way out of here"
     waiting.join()
-    assert server.asked == []
+    assert server.requests == []
     # And a later run, which did not wait, does
     assert at_once(remote(server), tmp_path, 1) == ["complete"]
 
@@ -249,7 +253,7 @@ def test_the_lock_of_a_killed_process_is_released(server: Server, tmp_path: Path
 
     class Stuck(Handler):
         def do_GET(self) -> None:
-            self.server.asked.append((self.path, self.headers.get("Range")))
+            self.server.requests.append((self.path, self.headers.get("Range")))
             self.send_response(200)
             self.send_header("Content-Length", str(len(CONTENT)))
             self.end_headers()
@@ -258,10 +262,10 @@ def test_the_lock_of_a_killed_process_is_released(server: Server, tmp_path: Path
 
     server.RequestHandlerClass = Stuck
     outcome: multiprocessing.Queue[str] = context.Queue()
-    victim = context.Process(target=ensure_or_tell, args=(remote(server), tmp_path, outcome))
+    victim = context.Process(target=ensure_and_report, args=(remote(server), tmp_path, outcome))
     victim.start()
     part = tmp_path / "file.bin.part"
-    while not server.asked or not part.exists():
+    while not server.requests or not part.exists():
         threading.Event().wait(0.01)
     victim.kill()
     victim.join()

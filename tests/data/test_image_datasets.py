@@ -23,8 +23,7 @@ from tutti.data import (
     digits_dataset,
     fashion_mnist_dataset,
 )
-from tutti.data.image_datasets import FASHION_MNIST_FILES
-from tutti.data.restricted_pickle import load_plain
+from tutti.data.image_datasets import FASHION_MNIST_FILES, load_plain
 
 
 def test_digits_train_and_test_together_are_all_digits() -> None:
@@ -36,9 +35,11 @@ def test_digits_train_and_test_together_are_all_digits() -> None:
     # Standardising is linear, so the original values follow from minimum and maximum.
     images = (images - images.min()) / (images.max() - images.min()) * 16
     pixels, labels = load_digits(return_X_y=True)
-    mine = sorted((int(t), i.round().int().tolist()) for i, t in zip(images, targets, strict=True))
-    theirs = sorted((int(t), p.astype(int).tolist()) for p, t in zip(pixels, labels, strict=True))
-    assert mine == theirs
+    actual = sorted(
+        (int(t), i.round().int().tolist()) for i, t in zip(images, targets, strict=True)
+    )
+    expected = sorted((int(t), p.astype(int).tolist()) for p, t in zip(pixels, labels, strict=True))
+    assert actual == expected
 
 
 def test_digits_are_standardised_and_have_the_size_of_lenet() -> None:
@@ -135,7 +136,7 @@ def test_unzipped_idx_files_are_read(mnist_directory: Path) -> None:
 
 
 def broken(mnist_directory: Path, name: str, content: bytes) -> str:
-    """The error when one file has another content."""
+    """Return the error message if one file has this content."""
     (mnist_directory / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         fashion_mnist_dataset(mnist_directory)
@@ -161,9 +162,9 @@ def test_a_truncated_idx_file_is_reported_with_its_sizes(mnist_directory: Path) 
     name = "train-images-idx3-ubyte.gz"
     message = broken(mnist_directory, name, whole[:-1])
     assert "truncated" in message
-    assert "7 × 28 × 28 = 5488 bytes, it has 5487" in message
+    assert "5487 bytes after the header, expected 7 × 28 × 28 = 5488" in message
     assert "too long" in broken(mnist_directory, name, whole + b"x")
-    assert "its header alone has 16" in broken(mnist_directory, name, whole[:15])
+    assert "header of 16 bytes" in broken(mnist_directory, name, whole[:15])
     assert "damaged gzip" in broken(mnist_directory, name, gzip.compress(whole)[:-20])
     assert "damaged gzip" in broken(mnist_directory, name, gzip.compress(whole)[:12] + b"\0" * 99)
 
@@ -280,7 +281,7 @@ def test_pickles_of_every_protocol_are_read(protocol: int) -> None:
 
 
 class Malicious:
-    """What an attacker would put into the archive: code that runs when it is loaded."""
+    """An object whose pickle runs code when it is loaded."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)

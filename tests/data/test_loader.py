@@ -154,7 +154,7 @@ def test_a_run_resumed_with_other_ranks_continues_with_the_same_samples(
     assert before + run(second, rest) == uninterrupted
 
 
-def test_the_position_counts_what_was_received_and_not_what_was_fetched() -> None:
+def test_the_position_counts_received_batches_and_not_prefetched_batches() -> None:
     samples = Counting(100)
     loader = Loader(samples, 10, prefetch=4)
     fetched_ahead = threading.Event()
@@ -200,7 +200,7 @@ def test_a_loop_whose_body_fails_ends_its_thread() -> None:
     assert threads() == set()
 
 
-def test_an_abandoned_loop_and_an_unused_loader_leave_nothing() -> None:
+def test_an_abandoned_loop_and_an_unused_loader_leave_no_thread() -> None:
     iter(Loader(Counting(100), 10, prefetch=2))
     stream = Loader(Counting(100), 10, prefetch=2).stream()
     next(stream)
@@ -223,8 +223,8 @@ def test_close_ends_the_running_loop() -> None:
 def test_a_second_loop_ends_the_first_and_no_batch_is_given_twice(prefetch: int) -> None:
     loader = Loader(Counting(100), 10, prefetch=prefetch)
     first, second = loader.stream(), loader.stream()
-    seen = [next(first).inputs, next(second).inputs]
-    assert [s.flatten().tolist() for s in seen] == drawn(100, 10)[:2]
+    received = [next(first).inputs, next(second).inputs]
+    assert [s.flatten().tolist() for s in received] == drawn(100, 10)[:2]
     with pytest.raises(RuntimeError, match="another loop was started"):
         next(first)
     assert next(second).inputs.flatten().tolist() == drawn(100, 10)[2]
@@ -233,11 +233,11 @@ def test_a_second_loop_ends_the_first_and_no_batch_is_given_twice(prefetch: int)
 
 def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback() -> None:
     loader = Loader(Counting(100, fails=3), 10, prefetch=5)
-    seen = []
+    received = []
     with pytest.raises(OSError, match="the disk is gone") as error:
         for batch in loader:
-            seen.append(batch.inputs.flatten().tolist())
-    assert seen == drawn(100, 10)[:2]
+            received.append(batch.inputs.flatten().tolist())
+    assert received == drawn(100, 10)[:2]
     where = "".join(traceback.format_tb(error.value.__traceback__))
     assert 'raise OSError("the disk is gone")' in where
     assert loader.position == Position(
@@ -269,7 +269,7 @@ def test_every_rank_gets_at_least_one_sample() -> None:
 
 @settings(max_examples=50)
 @given(st.integers(1, 50), st.integers(1, 8), st.integers(1, 9))
-def test_evaluation_sees_each_sample_once_and_all_ranks_step_alike(
+def test_evaluation_has_each_sample_once_and_equal_steps_on_all_ranks(
     size: int, rank_batch: int, ranks: int
 ) -> None:
     loaders = [
@@ -279,8 +279,8 @@ def test_evaluation_sees_each_sample_once_and_all_ranks_step_alike(
     for _ in range(2):  # and again, as after each epoch of training
         steps = [taken(loader) for loader in loaders]
         assert len({len(rank_steps) for rank_steps in steps}) == 1
-        seen = sorted(i for rank_steps in steps for step in rank_steps for i in step)
-        assert seen == list(range(size))
+        received = sorted(i for rank_steps in steps for step in rank_steps for i in step)
+        assert received == list(range(size))
 
 
 def test_data_on_the_device_gives_the_same_batches_without_a_thread() -> None:
@@ -292,7 +292,7 @@ def test_data_on_the_device_gives_the_same_batches_without_a_thread() -> None:
     assert [first.inputs.flatten().tolist(), *taken(stream)] == drawn(50, 8)
 
 
-def test_indices_are_those_of_the_batches() -> None:
+def test_indices_match_the_batches() -> None:
     loader = Loader(numbered(50), 8, rank=1, ranks=2)
     drawn_indices = list(loader.indices(1))
     assert [each.indices.tolist() for each in drawn_indices] == [step[4:] for step in drawn(50, 8)]
@@ -357,14 +357,14 @@ def test_workers_end_with_the_loop_and_with_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ranks": 2, "rank": 2}, "rank 2 of 2 ranks"),
-        ({"ranks": 11}, "10 samples for 11 ranks.*use 10 ranks or fewer"),
-        ({"ranks": 5}, "batch of 4 leaves some of 5 ranks without.*at least 5"),
+        ({"ranks": 2, "rank": 2}, "rank must be 0 to 1 for 2 ranks, got 2"),
+        ({"ranks": 11}, "10 samples for 11 ranks.*use at most 10 ranks"),
+        ({"ranks": 5}, "global batch must be at least 5 ranks, got 4"),
         ({"ranks": 2, "shares": [1, 2, 3]}, "3 shares for 2 ranks"),
         ({"ranks": 2, "shares": [1, 0]}, "rank 1 has 0"),
-        ({"prefetch": -1}, "--prefetch -1: use 0 or more"),
-        ({"workers": -1}, "--workers -1: use 0 or more"),
-        ({"workers": 1, "data_on_device": True}, "--workers 1 with --data-on-device"),
+        ({"prefetch": -1}, "--prefetch must be at least 0, got -1"),
+        ({"workers": -1}, "--workers must be at least 0, got -1"),
+        ({"workers": 1, "data_on_device": True}, "--workers 1 has no effect with --data-on-device"),
     ],
 )
 def test_wrong_options_are_refused_by_the_constructor(

@@ -21,9 +21,9 @@ def images(count: int) -> TensorSamples:
     return TensorSamples(pixels, torch.arange(count), transform)
 
 
-def close(mine: Tensor, theirs: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor) -> None:
     # Two roundings in float32 on values up to 6; the GPU may fuse them into one.
-    torch.testing.assert_close(mine.cpu(), theirs, atol=2e-6, rtol=0)
+    torch.testing.assert_close(actual.cpu(), expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_the_gpu_gets_the_batches_that_the_cpu_gets(options: dict[str, int]) -> 
     samples = images(333)
     on_cpu = Loader(samples, 32, drop_last=False)
     on_gpu = Loader(samples, 32, drop_last=False, device="cuda", **options)  # type: ignore[arg-type]
-    for mine, theirs in zip(on_gpu, on_cpu, strict=True):
-        assert mine.inputs.device.type == mine.targets.device.type == "cuda"
-        close(mine.inputs, theirs.inputs)
-        assert mine.targets.tolist() == theirs.targets.tolist()
-        assert mine.after == theirs.after
+    for actual, expected in zip(on_gpu, on_cpu, strict=True):
+        assert actual.inputs.device.type == actual.targets.device.type == "cuda"
+        close(actual.inputs, expected.inputs)
+        assert actual.targets.tolist() == expected.targets.tolist()
+        assert actual.after == expected.after
     assert not [t for t in threading.enumerate() if t.name.startswith("tutti-data")]
 
 
@@ -70,8 +70,8 @@ def test_a_step_on_another_stream_waits_for_its_batch() -> None:
     with torch.cuda.stream(side):
         means = [batch.inputs.mean() for batch in Loader(samples, 64, device="cuda", prefetch=2)]
     side.synchronize()
-    for mine, batch in zip(means, Loader(samples, 64), strict=True):
-        close(mine, batch.inputs.mean())
+    for actual, batch in zip(means, Loader(samples, 64), strict=True):
+        close(actual, batch.inputs.mean())
 
 
 def test_a_step_can_gather_resident_data_inside_a_cuda_graph() -> None:
@@ -110,9 +110,9 @@ def test_tokens_synthetic_data_and_empty_batches_reach_the_gpu() -> None:
     for samples in (tokens, synthetic_dataset((3, 8, 8), 10, size=100).train):
         for resident in (False, True):
             on_gpu = Loader(samples, 16, device="cuda", data_on_device=resident)
-            for mine, theirs in zip(on_gpu, Loader(samples, 16), strict=True):
-                assert torch.equal(mine.inputs.cpu(), theirs.inputs)
-                assert torch.equal(mine.targets.cpu(), theirs.targets)
+            for actual, expected in zip(on_gpu, Loader(samples, 16), strict=True):
+                assert torch.equal(actual.inputs.cpu(), expected.inputs)
+                assert torch.equal(actual.targets.cpu(), expected.targets)
     for resident in (False, True):
         loader = evaluation_loader(
             images(1), 4, rank=1, ranks=2, device="cuda", data_on_device=resident

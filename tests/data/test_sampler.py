@@ -40,7 +40,7 @@ def test_an_epoch_with_a_short_last_batch_has_each_sample_once(
 
 
 @given(sizes, batches)
-def test_dropping_the_last_leaves_full_batches_only(size: int, batch: int) -> None:
+def test_drop_last_leaves_only_full_batches(size: int, batch: int) -> None:
     if batch > size:
         with pytest.raises(
             DataError, match=f"{batch} samples is larger than the dataset of {size}"
@@ -104,10 +104,10 @@ def test_epochs_differ_and_repeat_with_the_seed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"size": 99}, "size 99, this dataset has 100: resume with the dataset"),
+        ({"size": 99}, "size 99, this dataset has 100: resume with the same dataset"),
         ({"seed": 4}, "seed 4, this dataset has 0: resume with the same seed"),
         ({"shuffle": False}, "shuffle False"),
-        ({"position": 101}, "101 is outside the dataset of 100"),
+        ({"position": 101}, "101 is outside 100 samples"),
         ({"position": -1}, "-1 is outside"),
         ({"position": "5"}, "damaged"),
         ({"epoch": -1}, "damaged"),
@@ -122,7 +122,7 @@ def test_a_position_of_other_data_is_refused(change: dict[str, object], message:
 def test_empty_data_and_empty_batches_are_refused() -> None:
     with pytest.raises(DataError, match="0 samples"):
         GlobalSampler(0, 1)
-    with pytest.raises(DataError, match="batch of 0 samples"):
+    with pytest.raises(DataError, match="at least 1 sample, got 0"):
         GlobalSampler(10, 0)
 
 

@@ -53,7 +53,7 @@ def test_equal_shares_divide_evenly(count: int, ranks: int, share: float) -> Non
     assert split.weighted(count, [share] * ranks) == split.even(count, ranks)
 
 
-def test_shares_by_hand() -> None:
+def test_weighted_divisions_of_known_examples() -> None:
     assert split.weighted(100, [3, 1]) == [75, 25]
     # Quotas 3.33 each: one sample is left, and ties go to the lower rank.
     assert split.weighted(10, [1, 1, 1]) == [4, 3, 3]
@@ -76,7 +76,7 @@ def test_measured_shares_sum_to_one_and_lie_between_old_and_new(
         assert ends[0] * (1 - 1e-9) <= share <= ends[1] * (1 + 1e-9)
 
 
-def test_a_rank_half_as_fast_comes_to_a_third_of_the_batch() -> None:
+def test_a_rank_with_half_the_speed_converges_to_a_third_of_the_batch() -> None:
     # Given two ranks of 200 and 100 samples/s, whatever the cut.
     shares: list[float] | None = None
     for _ in range(20):

@@ -15,7 +15,7 @@ def test_a_sample_depends_on_its_index_and_not_on_its_batch() -> None:
         assert label.item() == targets[index]
 
 
-def test_the_seed_and_the_split_change_everything() -> None:
+def test_the_seed_and_the_split_change_inputs_and_labels() -> None:
     one, same, other = (synthetic_dataset((4,), 10, seed=seed) for seed in (1, 1, 2))
     indices = range(100)
     assert torch.equal(one.train.batch(indices)[0], same.train.batch(indices)[0])
@@ -43,7 +43,7 @@ def test_memory_does_not_grow_with_the_number_of_samples() -> None:
     assert targets.max() < 100
 
 
-def test_text_targets_are_the_inputs_one_further() -> None:
+def test_text_targets_are_the_inputs_shifted_by_one_token() -> None:
     dataset = synthetic_text_dataset(seq_len=12, vocabulary=50, size=100)
     inputs, targets = dataset.train.batch(range(100))
     assert inputs.shape == targets.shape == (100, 12)
@@ -58,8 +58,8 @@ def test_text_targets_are_the_inputs_one_further() -> None:
 def test_synthetic_data_on_the_device_is_the_same(dataset: object) -> None:
     train = dataset.train  # type: ignore[attr-defined]
     resident = train.on(torch.device("cpu"))
-    for mine, theirs in zip(train.batch([5, 7]), resident.batch([5, 7]), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(train.batch([5, 7]), resident.batch([5, 7]), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_sizes_below_one_are_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tutti
-from tutti.cli.show_schedule import main
+from tutti.cli.parity import show_schedule
 from tutti.parallel.layout import ParallelOptions, ScheduleName
 from tutti.parallel.pipeline.schedule_timeline import (
     Action,
@@ -134,7 +134,7 @@ def test_a_drawing_is_to_scale() -> None:
 
 
 def _counted_only(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert main(["--no-measure", *flags]) == 0
+    assert show_schedule(["--no-measure", *flags]) == 0
     return capsys.readouterr().out
 
 
@@ -159,20 +159,20 @@ def test_the_command_prints_and_writes_the_counted_timeline(
     ("flags", "text"),
     [
         (["--accumulation", "2"], "use --accumulation 4"),
-        (["--pp", "1"], "--pp 1: a pipeline has 2 ranks or more"),
+        (["--pp", "1"], "--pp must be at least 2, got 1"),
         (["--schedule", "zbv", "--stages-per-rank", "3"], "zbv needs 2 stages"),
         (["--schedule", "interleaved", "--accumulation", "9"], "use --accumulation 10"),
     ],
 )
 def test_the_command_refuses_schedules_that_cannot_run(flags: list[str], text: str) -> None:
     with pytest.raises(tutti.UsageError, match=re.escape(text)):
-        main(flags)
+        show_schedule(flags)
 
 
 def test_the_command_measures_on_ranks_that_it_starts(tmp_path: Path) -> None:
     file = tmp_path / "schedule.json"
     flags = ["--pp", "2", "--accumulation", "2", "--device", "cpu", "--json", file]
-    done = run_warm(["-m", "tutti.cli.show_schedule", *flags])
+    done = run_warm(["-m", "tutti", "parity", "--show-schedule", *flags])
     assert done.returncode == 0, done.stderr
     assert re.search(r"bubble: counted 33\.3%, by the formula 33\.3%, measured \d", done.stdout)
     rows = json.loads(file.read_text())["measured"]

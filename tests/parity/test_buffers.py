@@ -14,10 +14,10 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline.stages import Padding
 from tutti.parallel.recompute import _Recomputation
 from tutti.parallel.sync_batchnorm import CpuBatchNorm
-from tutti.parity.check_layouts import Reference, check_layout
-from tutti.parity.compare import Difference, buffers_of_own_samples
+from tutti.parity.compare import Reference, check_layout
+from tutti.parity.diagnosis import Difference, buffers_of_own_samples
 from tutti.parity.parity_options import ParityOptions
-from tutti.parity.workload import make_workload
+from tutti.parity.single_device import make_workload
 from worlds import in_world
 
 
@@ -140,7 +140,7 @@ def test_statistics_of_a_ranks_own_samples_are_named_and_do_not_fail(
         ("twice dp2", "gradients and updates agree, but 6 of 8 buffers differ"),
         ("twice dp2", "1.norm.num_batches_tracked is 2.000 × too large"),
         ("twice pp2", "1.norm.num_batches_tracked is 2.000 × too large"),
-        ("biased", "but 2 of 8 buffers differ, most"),
+        ("biased", "but 2 of 8 buffers differ; the worst is"),
         ("biased", "norm.running_var"),
         # Padding in the statistics also changes the outputs of a batch norm.
         ("filled", "only from step 2 on, whose 7 samples are not divisible by 1 data ranks × 2"),

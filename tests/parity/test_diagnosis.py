@@ -6,9 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tutti.parallel.layout import Layout
-from tutti.parity.compare import Difference, Scalar, StepDifference, merge_ranks, worst
-from tutti.parity.diagnosis import Setting, diagnose
-from tutti.parity.tolerances import TOLERANCES
+from tutti.parity.diagnosis import (
+    Difference,
+    Scalar,
+    Setting,
+    StepDifference,
+    diagnose,
+    merge_ranks,
+    worst,
+)
+from tutti.parity.parity_options import TOLERANCES
 
 ROLES = {
     "embed.weight": "embedding",
@@ -73,7 +80,7 @@ def test_a_common_factor_is_named_with_the_axes_of_that_size(
     assert expected in _text(replace(FINE, gradients=_scaled(factor)), layout=layout)
 
 
-def test_all_of_one_role_wrong_under_tp_points_to_tp() -> None:
+def test_wrong_norm_gradients_under_tp_are_attributed_to_tp() -> None:
     norms = [name for name, role in ROLES.items() if role == "norm"]
     text = _text(replace(FINE, gradients=_inconsistent(*norms, spread=0.4)))
     assert text.startswith("only norm parameters are wrong, 2 of 2")
@@ -86,7 +93,7 @@ def test_ranks_that_disagree_point_to_a_missing_sum() -> None:
     assert "only attention.wq parameters are wrong" in text
     assert "ranks disagree: not summed over shard = 2" in text
     text = _text(replace(FINE, gradients=_inconsistent(*ROLES, spread=0.4)), layout="dp4")
-    assert text.startswith("all gradients differ, and ranks disagree, most for embed.weight")
+    assert text.startswith("all gradients differ between ranks; the worst is embed.weight")
     assert "not summed over dp = 4" in text
 
 
@@ -99,16 +106,14 @@ def test_one_parameter_wrong_is_named_with_its_role() -> None:
     )
 
 
-def test_some_parameters_off_by_one_factor() -> None:
+def test_a_common_factor_of_some_gradients_is_named() -> None:
     names = ("embed.weight", "head.weight")
     text = _text(replace(FINE, gradients=_scaled(0.5, *names)), layout="pp2")
-    assert text.startswith(
-        "2 of 6 gradients differ, by a common factor: they are 2.000 × too small"
-    )
+    assert text.startswith("2 of 6 gradients differ by a common factor: they are 2.000 × too small")
     assert "pp = 2" in text
 
 
-def test_a_tied_embedding_is_named_as_such() -> None:
+def test_a_wrong_tied_embedding_is_named() -> None:
     roles = ROLES | {"embed.weight": "tied embedding"}
     half = replace(FINE, gradients=_scaled(0.5, "embed.weight"))
     assert "the tied embedding, is wrong (2.000 × too small)" in _text(half, roles=roles)
@@ -125,18 +130,20 @@ def test_a_tied_embedding_is_named_as_such() -> None:
         (0.5, "all gradients differ by no common factor, and the loss differs"),
     ],
 )
-def test_a_loss_that_lacks_samples_names_their_number(factor: float, expected: str) -> None:
+def test_missing_samples_are_counted_from_the_loss(factor: float, expected: str) -> None:
     loss = Scalar(abs(factor - 1), factor)
     assert expected in _text(StepDifference(loss, _inconsistent(*ROLES), SAME, GOOD))
 
 
 def test_only_the_first_wrong_value_is_named() -> None:
     loss = replace(FINE, loss=Scalar(1.0, 2.0), updates=_inconsistent(*ROLES))
-    assert "the loss is 2.000 × too large, while all gradients agree: the factor is" in _text(loss)
+    assert "the loss is 2.000 × too large, but all gradients agree: the factor is" in _text(loss)
     norm = replace(FINE, norm=Scalar(0.29, 2**-0.5), updates=_inconsistent(*ROLES))
     assert "1.414 × too small, the root of dp = 2 or tp = 2: a part" in _text(norm)
     update = replace(FINE, updates=_inconsistent("head.weight"))
-    assert "the update of 1 of 6 parameters differs, most for head.weight (head)" in _text(update)
+    assert "the update of 1 of 6 parameters differs; the worst is head.weight (head)" in _text(
+        update
+    )
 
 
 def test_an_error_of_a_later_step_names_the_step() -> None:

@@ -22,9 +22,9 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline import executor
 from tutti.parallel.pipeline.tied_weights import TiedWeights
 from tutti.parity import compare
-from tutti.parity.check_layouts import Reference, check_layout
+from tutti.parity.compare import Reference, check_layout
 from tutti.parity.parity_options import ParityOptions
-from tutti.parity.workload import make_workload
+from tutti.parity.single_device import make_workload
 from tutti.train import step as train_step
 from tutti.train.step import Step
 from worlds import in_world
@@ -115,12 +115,12 @@ def _norm_of_one_part() -> AbstractContextManager[None]:
     return instead(
         train_step,
         "clip_by_global_norm",
-        lambda clip: lambda engine, most: clip(engine, most * 2**0.5),
+        lambda clip: lambda engine, max_norm: clip(engine, max_norm * 2**0.5),
     )
 
 
 def _loss_counted_by_every_tp_rank() -> AbstractContextManager[None]:
-    return instead(Engine, "reports_loss", lambda speaks: property(lambda self: True))
+    return instead(Engine, "reports_loss", lambda original: property(lambda self: True))
 
 
 def _copies_that_keep_their_own_part() -> AbstractContextManager[None]:
@@ -197,10 +197,10 @@ def test_without_a_bug_all_layouts_pass(rows: dict[str, dict[str, Any]]) -> None
         ("norms", "not reduced over tp"),
         ("sample", "1 of the step's 6 samples is missing"),
         ("tied", "only embed.weight, the tied embedding, is wrong (half of its gradient"),
-        ("clipping", "the norm they were clipped by is 1.414 × too small, the root of shard = 2"),
+        ("clipping", "the norm for clipping is 1.414 × too small, the root of shard = 2"),
         ("copies", "embed.weight"),
         ("schedule", "too small"),
-        ("loss", "the loss is 2.000 × too large, while all gradients agree: the factor is tp = 2"),
+        ("loss", "the loss is 2.000 × too large, but all gradients agree: the factor is tp = 2"),
     ],
 )
 def test_a_planted_fault_fails_and_is_named(

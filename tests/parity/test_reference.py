@@ -7,7 +7,7 @@ from torch import nn
 from tutti import UsageError
 from tutti.models.config import GPTConfig, WideResNetConfig
 from tutti.parallel.layout import Layout, ParallelOptions
-from tutti.parity.compare import compare_tensors
+from tutti.parity.diagnosis import compare_tensors
 from tutti.parity.parity_options import (
     ParityOptions,
     full_size_options,
@@ -17,16 +17,14 @@ from tutti.parity.parity_options import (
 )
 from tutti.parity.single_device import (
     Scales,
-    derive_scales,
-    global_microbatches,
-    train_single_device,
-)
-from tutti.parity.workload import (
     Workload,
+    derive_scales,
     first_names,
+    global_microbatches,
     make_workload,
     parameter_roles,
     random_samples,
+    train_single_device,
 )
 
 CPU = torch.device("cpu")
@@ -48,7 +46,7 @@ def test_a_workload_alternates_full_and_uneven_steps() -> None:
         assert torch.equal(a, b)
 
 
-def test_sgd_follows_the_textbook() -> None:
+def test_sgd_matches_the_formula_with_momentum_and_clipping() -> None:
     workload = _tiny(steps=2)
     scales = derive_scales(workload, CPU)
     one, two = train_single_device(workload, "sgd", scales, DP1, CPU)
@@ -68,7 +66,7 @@ def test_sgd_follows_the_textbook() -> None:
         torch.testing.assert_close(two.updates[name], change, rtol=1e-9, atol=1e-15)
 
 
-def test_adamw_with_our_eps_divides_by_the_root_of_v() -> None:
+def test_adamw_adds_eps_to_the_root_of_v() -> None:
     """In the first step, m / √v is ±1, the sign of the gradient, if the gradient exceeds eps."""
     workload = _tiny(steps=2)
     scales = derive_scales(workload, CPU)
@@ -172,7 +170,7 @@ def test_small_sizes_divide_by_every_layout_of_the_ranks(ranks: int) -> None:
         assert 0 < uneven < batch
 
 
-def test_a_recipe_at_its_own_size() -> None:
+def test_full_size_options_are_those_of_the_recipe() -> None:
     assert full_size_options("gpt").architecture == GPTConfig()
     with pytest.raises(UsageError, match="--recipe gtp: did you mean gpt"):
         full_size_options("gtp")
@@ -186,7 +184,7 @@ def test_random_samples_fit_the_first_and_the_last_layer() -> None:
     assert samples.targets.shape == (10, 5) and samples.targets.max() < 9
     images = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 4))
     assert random_samples(images, 10, options).inputs.shape == (10, 3, 6, 6)
-    with pytest.raises(UsageError, match=r"begins with a LayerNorm.*give --dataset"):
+    with pytest.raises(UsageError, match=r"begins with a LayerNorm.*add --dataset"):
         random_samples(nn.LayerNorm(3), 10, options)
     with pytest.raises(UsageError, match="does not accept numbers of shape"):
         random_samples(nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)), 10, options)

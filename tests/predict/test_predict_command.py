@@ -144,13 +144,13 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--run nowhere", "--run nowhere does not exist: give the --out of a tutti train"),
+        ("--run nowhere", "--run nowhere does not exist: give the --out directory"),
         ("--run other", "--run other has no recipe.toml"),
         ("--run young", "--run young has no checkpoint yet"),
         ("--run run --step 7", "--step 7: run has no such checkpoint: use 5, 6"),
         ("--run run --layout tp2", "layout tp2 needs 2 ranks, this world has 1"),
         ("--run run --tokens 3", "--tokens has no effect without --prompt"),
-        ("--run run --limit 0", "--limit 0: use 1 or more"),
+        ("--run run --limit 0", "--limit must be at least 1, got 0"),
         ("--run run --dataset digits", "model gpt needs text"),
         ("--run run --data-dir missing", "text missing does not exist"),
         ("--run run --out /proc/no/x", "--out /proc/no/x: No such file"),
@@ -159,10 +159,10 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run run --prompts gap", "prompt 1 is empty"),
         ("--run run --prompts missing", "--prompts missing: No such file"),
         ("--run run --prompt a --limit 3", "--limit has no effect with --prompt"),
-        ("--run run --prompt a --temperature -1", "--temperature -1: use 0 (greedy) or more"),
-        ("--run run --prompt a --tokens 0", "--tokens 0: use 1 or more"),
+        ("--run run --prompt a --temperature -1", "--temperature must be at least 0, got -1"),
+        ("--run run --prompt a --tokens 0", "--tokens must be at least 1, got 0"),
         ("--run tokens --prompt a", "was trained on tokens"),
-        ("--run run --prompt a --precision bf16", "--precision bf16: texts need float32"),
+        ("--run run --prompt a --precision bf16", "--precision bf16: generated texts would differ"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(

@@ -12,7 +12,6 @@ from tutti.data import TensorSamples
 from tutti.predict.predict_dataset import (
     MAX_BATCHES_PER_ROUND,
     SelectedSamples,
-    Sums,
     prediction_lines,
     scatter_rows,
 )
@@ -22,7 +21,7 @@ SIZES = {"samples": st.integers(1, 300), "batch": st.integers(1, 9), "ranks": st
 
 
 @given(**SIZES)
-def test_the_rounds_of_all_ranks_in_order_are_the_data_set(
+def test_the_rounds_of_all_ranks_in_order_are_the_dataset(
     samples: int, batch: int, ranks: int
 ) -> None:
     rounds = scatter_rows(samples, batch, ranks)
@@ -60,8 +59,8 @@ def test_ranks_differ_by_at_most_one_round_of_batches(samples: int, batch: int, 
 def test_a_line_has_prediction_probability_target_and_loss() -> None:
     torch.manual_seed(0)
     outputs, targets = torch.randn(6, 10), torch.tensor([0, 1, 2, 3, 4, 5])
-    sums = Sums()
-    lines = [json.loads(line) for line in prediction_lines(40, outputs, targets, sums)]
+    text, sums = prediction_lines(40, outputs, targets)
+    lines = [json.loads(line) for line in text]
     assert [line["index"] for line in lines] == list(range(40, 46))
     probabilities = outputs.softmax(-1)
     for row, line, target in zip(probabilities, lines, targets.tolist(), strict=True):
@@ -71,16 +70,16 @@ def test_a_line_has_prediction_probability_target_and_loss() -> None:
         assert line["target"] == target
         assert line["right"] == (line["prediction"] == target)
         assert line["loss"] == pytest.approx(-float(row[target].log()), abs=2e-6)
-    assert sums.count == 6 and sums.right == sum(line["right"] for line in lines)
+    assert sums[1:].tolist() == [sum(line["right"] for line in lines), 6]
     total = F.cross_entropy(outputs.double(), targets, reduction="sum").item()
-    assert sums.loss == pytest.approx(total, rel=1e-6)
+    assert sums[0].item() == pytest.approx(total, rel=1e-6)
 
 
 def test_text_has_an_entry_per_token_and_padding_does_not_count() -> None:
     torch.manual_seed(0)
     outputs, targets = torch.randn(2, 4, 5), torch.tensor([[1, 2, IGNORED, 0], [IGNORED] * 4])
-    sums = Sums()
-    first, second = (json.loads(line) for line in prediction_lines(0, outputs, targets, sums))
+    lines, sums = prediction_lines(0, outputs, targets)
+    first, second = map(json.loads, lines)
     assert first["prediction"] == outputs[0].argmax(-1).tolist()
     assert first["target"] == [1, 2, None, 0] and len(first["probability"]) == 4
     right = (outputs[0].argmax(-1) == targets[0]).sum().item()
@@ -88,11 +87,11 @@ def test_text_has_an_entry_per_token_and_padding_does_not_count() -> None:
     mean = F.cross_entropy(outputs[0], targets[0], ignore_index=IGNORED).item()
     assert first["loss"] == pytest.approx(mean, abs=2e-6)
     assert second["target"] == [None] * 4 and second["loss"] is None and second["right"] == 0
-    assert sums.count == 3 and sums.right == right
+    assert sums[1:].tolist() == [right, 3]
 
 
 def test_lines_of_a_diverged_model_are_valid_json() -> None:
     outputs = torch.tensor([[torch.nan, 0.0], [torch.inf, 0.0]])
-    for line in prediction_lines(0, outputs, torch.tensor([0, IGNORED]), Sums()):
+    for line in prediction_lines(0, outputs, torch.tensor([0, IGNORED]))[0]:
         row = json.loads(line)
         assert row["probability"] is None and row["loss"] is None

@@ -14,8 +14,7 @@ from saved_runs import CONFIG, gpt_run
 
 import tutti
 from tutti.predict.generate_text import Sampling, place_gpt
-from tutti.predict.predict_dataset import Predictor
-from tutti.predict.trained_run import TrainedRun
+from tutti.predict.predict_dataset import Predictor, TrainedRun
 from worlds import in_world
 
 pytestmark = pytest.mark.timeout(180)

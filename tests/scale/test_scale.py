@@ -218,7 +218,10 @@ def test_a_sweep_runs_every_value(tmp_path: Path) -> None:
         (["--ranks", "1,2", "--", "nothing.py"], "does not exist"),
         (["--ranks", "1,2", "--", "torchrun", "--nproc-per-node", "2", "t.py"], "{ranks}"),
         (["--ranks", "1,2", "--", "mpirun.mpich", "t.py"], "mpirun -n {ranks}"),
-        (["--ranks", "1,2", "--repeats", "0", "--recipe", "gpt"], "--repeats 0"),
+        (
+            ["--ranks", "1,2", "--repeats", "0", "--recipe", "gpt"],
+            "--repeats must be at least 1, got 0",
+        ),
     ],
 )
 def test_wrong_usage_names_the_flag_and_the_cure(

@@ -261,7 +261,7 @@ def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
         (["--model", "gpt"], "use --recipe gpt"),
         (["--cuda-graph"], "--cuda-graph needs a CUDA device"),
         (["--resume", "--out", "/nowhere/run"], "there is no run in /nowhere/run"),
-        (["--ranks", "1,2"], "--ranks 1,2: a whole number"),
+        (["--ranks", "1,2"], "--ranks must be a whole number, got 1,2"),
         (["--compress", "bf16", "--no-overlap"], "--compress bf16"),
         (["--split", "1,2,3", "--ranks", "2"], "3 shares for 2 ranks"),
         (["--depth", "12", "--recipe", "wideresnet"], "depth must be 6n + 4, got 12"),

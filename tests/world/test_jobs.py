@@ -109,7 +109,7 @@ def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["slurm", "--nodes", "2"], "no command given: put -- before it"),
+        (["slurm", "--nodes", "2"], "no command given: add the command after --"),
         (["slrum", "--", "true"], "no cluster kind 'slrum'"),
         (["slurm", "--script", "/no/dir/x", "--", "true"], "/no/dir/x"),
         (["slurm", "--nodes", "0", "--dry-run", "--", "true"], "--nodes 0"),

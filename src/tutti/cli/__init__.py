@@ -1,9 +1,18 @@
-"""The command line: one module per command. `tutti --help` does not import them or torch."""
+"""The command line: one module per command, imported when the command is run.
 
+`tutti --print-completion SHELL` prints a script that calls `tutti --complete WORD...` at every Tab.
+New commands and flags are completed without a new installation of the script.
+"""
+
+import contextlib
 import gc
+import io
 import os
+import re
 import sys
+import tomllib
 from importlib import import_module
+from pathlib import Path
 
 from tutti.world.errors import RanksDiffer, UsageError, did_you_mean
 
@@ -11,16 +20,21 @@ from tutti.world.errors import RanksDiffer, UsageError, did_you_mean
 COMMANDS = {
     "train": ("tutti.cli.train", "train a model on one rank or many"),
     "parity": ("tutti.cli.parity", "compare every layout with one device, step by step"),
-    "predict": ("tutti.cli.predict", "predict a dataset, or continue a text"),
-    "run": ("tutti.cli.run", "start any script as a world of local ranks"),
-    "world": ("tutti.cli.world", "show rank, device and backend of every rank, with reasons"),
+    "predict": ("tutti.cli.predict", "predict a dataset, or generate text from prompts"),
+    "run": ("tutti.cli.run", "start any script as local ranks, like torchrun"),
+    "world": ("tutti.cli.world", "show the host, device and backend of every rank"),
     "bench": ("tutti.cli.bench", "measure collectives, links and symmetric memory"),
     "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs"),
-    "doctor": ("tutti.cli.doctor", "check health and configuration, with a cure for each problem"),
-    "profile": ("tutti.cli.profile", "capture or read traces: where the time of a step goes"),
-    "scale": ("tutti.cli.scale", "run at several sizes: the causes of lost efficiency"),
+    "doctor": ("tutti.cli.doctor", "check the machine, with a cure for each problem"),
+    "profile": ("tutti.cli.profile", "show where the time of a step goes"),
+    "scale": ("tutti.cli.scale", "show where efficiency is lost with more ranks"),
     "report": ("tutti.cli.report", "write runs and results as one HTML page"),
-    "submit": ("tutti.cli.submit", "write a Slurm or MPI job, and submit it"),
+    "submit": ("tutti.cli.submit", "write and submit a Slurm or MPI job"),
+}
+
+SUBCOMMANDS = {
+    "bench": ("collectives", "bandwidth", "symmetric", "pairs", "compare", "tune"),
+    "submit": ("slurm", "mpi"),
 }
 
 _USAGE = """usage: tutti COMMAND [flags]
@@ -71,13 +85,13 @@ def run(arguments: list[str]) -> int:
         return 0
     try:
         if name in ("--print-completion", "--complete"):
-            from tutti.cli import completion
-
-            modules = {command: module for command, (module, _) in COMMANDS.items()}
             if name == "--complete":
-                print("\n".join(completion.candidates(rest, modules)))
-            else:
-                print(completion.script(rest[0] if rest else ""), end="")
+                print("\n".join(_completions(rest)))
+                return 0
+            scripts, shell = _completion_scripts(), rest[0] if rest else ""
+            if shell not in scripts:
+                raise UsageError(f"--print-completion {shell}: choose from {', '.join(scripts)}")
+            print(scripts[shell], end="")
             return 0
         if name not in COMMANDS:
             hint = did_you_mean(name, ["--version"] if "version" in name else COMMANDS)
@@ -89,3 +103,38 @@ def run(arguments: list[str]) -> int:
             prefix = f"tutti {name}" if name in COMMANDS else "tutti"
             print(f"{prefix}: {error}", file=sys.stderr)
         return 2
+
+
+def _completion_scripts() -> dict[str, str]:
+    return tomllib.loads((Path(__file__).parent / "completion.toml").read_text())
+
+
+def _completions(words: list[str]) -> list[str]:
+    """Return the completions of the last of `words`, which may be empty."""
+    *before, last = words or [""]
+    if not before:
+        found = [*COMMANDS, "--help", "--version", "--print-completion"]
+    elif before == ["--print-completion"]:
+        found = list(_completion_scripts())
+    elif before[0] not in COMMANDS:
+        found = []
+    elif len(before) == 1 and before[0] in SUBCOMMANDS:
+        found = [*SUBCOMMANDS[before[0]], "--help"]
+    else:
+        choices = _flag_choices(before[: 2 if before[0] in SUBCOMMANDS else 1])
+        found = choices.get(before[-1]) or (list(choices) if last.startswith("-") else [])
+    return [word for word in found if word.startswith(last)]
+
+
+def _flag_choices(command: list[str]) -> dict[str, list[str]]:
+    """Return {flag: choices} of a command, read from its help."""
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):
+        import_module(COMMANDS[command[0]][0]).main([*command[1:], "--help"])
+    flags: dict[str, list[str]] = {}
+    # A line of the help:   -n, --ranks INT         Number of ranks …
+    for line in re.findall(r"(?m)^  (-.*?)(?:  |$)", page.getvalue()):
+        choices = re.search(r"\{([\w.,-]+)\}", line)
+        for flag in re.findall(r"(?:^|, )(--?[a-z][\w-]*)", line):
+            flags[flag] = choices[1].split(",") if choices else []
+    return flags

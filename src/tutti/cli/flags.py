@@ -36,16 +36,18 @@ def parse(
     If `default` is given, flags change its values, and flags of nested dataclasses need no prefix.
     """
     if {"-h", "--help"} & set(arguments):
-        help_lines = _help_lines(kind, program, default)
+        text = "\n".join(_help_lines(kind, program, default))
         encoding = sys.stdout.encoding or "utf-8"
-        print("\n".join(help_lines).encode(encoding, "replace").decode(encoding))
+        print(text.encode(encoding, "replace").decode(encoding))
         raise SystemExit(0)
     flags = [flag for _, section in flag_sections(kind, default) for flag in section]
     optional_switches = {flag.name for flag in flags if flag.hint == bool | None}
-    options: dict[str, Any] = {
-        "prog": program,
-        "args": [part for word in arguments for part in _add_value(word, optional_switches)],
-    }
+    words: list[str] = []
+    for word in arguments:
+        # tyro needs a value after a `bool | None` flag: --reshard → --reshard True.
+        name = re.sub("^--no-", "--", word)
+        words += [name, str(name == word)] if name in optional_switches else [word]
+    options: dict[str, Any] = {"prog": program, "args": words}
     if default is not None:
         config = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
         options |= {"default": default, "config": config}
@@ -65,6 +67,15 @@ def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
         elif argument.startswith(f"{flag}="):
             value = argument.partition("=")[2]
     return value
+
+
+def check_at_least(minimum: int, options: object, *names: str) -> None:
+    """Raise UsageError if one of these options is set and less than `minimum`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} must be at least {minimum}, got {value}")
 
 
 def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,15 +100,6 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `--nodes 2 -- python train.py` into tutti's flags and the command."""
     position = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:position]), list(arguments[position + 1 :])
-
-
-def _add_value(word: str, optional_switches: set[str]) -> list[str]:
-    """Add the value to a `bool | None` flag, which tyro requires: --reshard → --reshard True."""
-    if word in optional_switches:
-        return [word, "True"]
-    if (name := re.sub("^--no-", "--", word)) in optional_switches:
-        return [name, "False"]
-    return [word]
 
 
 # -- help ------------------------------------------------------------------------------------------
@@ -129,9 +131,8 @@ def flag_sections(
         if dataclasses.is_dataclass(value):
             nested.append((type(value), value, _TITLES.get(field.name, field.name)))
         else:
-            flags.append(
-                _flag(field.name, hints[field.name], value, help_texts.get(field.name, ""))
-            )
+            help_text = help_texts.get(field.name, "")
+            flags.append(_flag(field.name, hints[field.name], value, help_text))
     if flags:
         yield title, flags
     for arguments in nested:
@@ -144,11 +145,9 @@ def _flag(field: str, hint: Any, value: Any, help_text: str) -> Flag:
         hint, *markers = get_args(hint)
     config = next((each for each in markers if hasattr(each, "aliases")), None)
     name = getattr(config, "name", None) or field.replace("_", "-")
-    default = "" if value is None or value is False else "on" if value is True else str(value)
-    if isinstance(value, tuple):
-        default = " ".join(map(str, value))
-    if value is dataclasses.MISSING:
-        default = "required"
+    default = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    for special, text in ((None, ""), (False, ""), (True, "on"), (dataclasses.MISSING, "required")):
+        default = text if value is special else default
     if tyro.conf.Positional in markers:
         name = getattr(config, "metavar", None) or name.upper()
         usage = f"{name} ..." if get_origin(hint) is tuple else name
@@ -156,9 +155,8 @@ def _flag(field: str, hint: Any, value: Any, help_text: str) -> Flag:
     names = [*(getattr(config, "aliases", None) or ()), f"--{name}"]
     if hint == bool | None or (hint is bool and value):
         names.append(f"--no-{name}")
-    placeholder = _placeholder(hint)
-    if tyro.conf.UseAppendAction in markers:
-        placeholder = _placeholder(get_args(hint)[0])
+    repeats = tyro.conf.UseAppendAction in markers
+    placeholder = _placeholder(get_args(hint)[0] if repeats else hint)
     return Flag(f"--{name}", f"{', '.join(names)} {placeholder}".rstrip(), hint, default, help_text)
 
 
@@ -196,7 +194,8 @@ def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:
     sections = list(flag_sections(kind, default))
     sections[0][1].append(Flag("-h", "-h, --help", bool, "", "Show this help and exit."))
     positional = [flag.usage for flag in sections[0][1] if not flag.name.startswith("-")]
-    yield " ".join([f"usage: {program}", *positional, "[flags]"])
+    usage = [f"usage: {program}", *positional, "[flags]", getattr(kind, "USAGE_END", "")]
+    yield " ".join(usage).rstrip()
     for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
         yield ""
         is_example = paragraph.startswith("    ")

@@ -1,106 +1,92 @@
-"""tutti parity: compare loss, gradients and updates of layouts with those of one device."""
+"""tutti parity: compare loss, gradients and updates of layouts with those of one device.
+
+tutti parity --show-schedule prints the timeline of a pipeline schedule, simulated and measured.
+"""
 
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from tutti.cli.flags import flag_value, parse
-from tutti.cli.results import check_writable, join_world, usage_error_on_rank_0, write_json
-from tutti.parallel.layout import Layout
-from tutti.parity.parity_options import (
-    ParityOptions,
-    full_size_options,
-    small_options,
-)
-from tutti.parity.tolerances import TOLERANCES
+from tutti.cli.flags import check_at_least, flag_value, parse
+from tutti.cli.results import WorldFlags, check_writable, usage_error_on_rank_0, write_json
+from tutti.parallel.layout import Layout, ParallelOptions, ScheduleName
+from tutti.parity.parity_options import TOLERANCES, ParityOptions, full_size_options, small_options
 from tutti.world.errors import UsageError
-from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.parity.workload import Workload
+    from tutti.parallel.pipeline.schedule_timeline import Timeline
+    from tutti.parity.single_device import Workload
     from tutti.world.world import World
 
 
-@dataclass(frozen=True)
-class Parity:
-    """Train on one device and under layouts, and compare: tutti parity --recipe gpt --ranks 4
+@dataclass(frozen=True, kw_only=True)
+class Parity(WorldFlags):
+    """Compare layouts with one device, step by step: tutti parity --recipe gpt --ranks 4
 
-    All use the same seed, weights and samples, SGD and AdamW, several microbatches, clipping, an
-    uneven step and activation checkpointing. Exit code 1 if the error of any layout is larger than
-    rounding explains.
+    Trains a small model on one device and under each layout, with the same seed, weights and
+    samples. The training covers SGD and AdamW, several microbatches, gradient clipping, a step
+    whose samples do not divide evenly, and activation checkpointing. Exit code 1 means that the
+    error of a layout is larger than rounding explains.
     """
 
     settings: ParityOptions
     recipe: str = "gpt"
-    """gpt, wideresnet, efficientnet or lenet: the model, shrunk to make the check fast."""
+    """Recipe whose model is checked: gpt, wideresnet, efficientnet or lenet. The model is made
+    smaller to keep the check fast."""
     full_size: bool = False
-    """Use the recipe's model at its full size."""
+    """Check the model of the recipe at its full size."""
     layouts: str = "all"
-    """Layouts to check, such as dp2.tp2,shard4; all: every layout of this number of ranks."""
+    """Comma-separated layouts to check, such as dp2.tp2,shard4. all checks every layout of --ranks
+    ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did; unset: as many as --layouts needs."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device of the ranks; auto: CUDA if a GPU is visible."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
+    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: the number
+    that --layouts needs)."""
     backend: str | None = None
-    """nccl, shm or gloo; unset: the default of the device."""
+    """Communication backend: nccl, shm or gloo (default: nccl on CUDA, shm on the CPU)."""
     json: Path | None = None
-    """Also write the rows to this file."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to start (default 300)."""
-    timeout: float | None = None
-    """Seconds for a collective (default 600)."""
+    """Also write the results to this JSON file."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
     if "--show-schedule" in arguments:  # draws a pipeline schedule; has its own flags
-        from tutti.cli.show_schedule import main as show_schedule
-
-        return show_schedule([each for each in arguments if each != "--show-schedule"])
+        return show_schedule([word for word in arguments if word != "--show-schedule"])
     identity = identify(os.environ)
-    launched = identity.size if identity.launcher != "python" else None
-    options, layouts = _options(arguments, launched)
+    launched_ranks = identity.size if identity.launcher != "python" else None
+    options, layouts = _read_flags(arguments, launched_ranks)
     check_writable("--json", options.json)
-    if launched is None:
-        return LocalWorld(
-            command=[sys.executable, "-m", "tutti", "parity", *arguments],
-            ranks=layouts[0].size,
-            device=options.device,
-            ranks_per_gpu=options.ranks_per_gpu,
-            show="first",
-            reported_codes=(1, 2),
-        ).run()
+    if launched_ranks is None:
+        command = ["parity", *arguments]
+        return options.start_ranks(command, layouts[0].size, reported_codes=(1, 2))
     return _check(options, layouts)
 
 
-def _options(arguments: list[str], launched: int | None) -> tuple[Parity, list[Layout]]:
-    """Parse the flags twice: the defaults depend on --recipe and --layouts."""
+def _read_flags(arguments: list[str], launched_ranks: int | None) -> tuple[Parity, list[Layout]]:
+    """Parse the flags twice: the defaults of the second parse depend on --recipe and --layouts."""
     name = flag_value("--recipe", arguments) or "gpt"
     full = Parity(settings=full_size_options(name), recipe=name)
-    requested = parse(Parity, "tutti parity", arguments, default=full)
-    requested.settings.check()
-    layouts = _layouts(requested.layouts, launched or requested.ranks)
-    if requested.full_size:
-        return requested, layouts
-    small = small_options(name, layouts, requested.settings.parallel)
-    return parse(Parity, "tutti parity", arguments, Parity(small, recipe=name)), layouts
+    options = parse(Parity, "tutti parity", arguments, default=full)
+    options.settings.check()
+    layouts = _layouts(options.layouts, launched_ranks or options.ranks)
+    if not options.full_size:
+        small = small_options(name, layouts, options.settings.parallel)
+        default = Parity(settings=small, recipe=name)
+        options = parse(Parity, "tutti parity", arguments, default)
+    return options, layouts
 
 
 def _layouts(text: str, ranks: int | None) -> list[Layout]:
     if text == "all":
         if ranks is None:
-            raise UsageError("--layouts all: of how many ranks? add --ranks 4")
+            raise UsageError("--layouts all needs the number of ranks: add --ranks 4")
         if ranks < 1:
-            raise UsageError(f"--ranks {ranks}: a world has at least one rank, use -n 1")
+            raise UsageError(f"--ranks must be at least 1, got {ranks}")
         return Layout.every(ranks)
-    layouts = [Layout.parse(each.strip()) for each in text.split(",")]
+    layouts = [Layout.parse(layout.strip()) for layout in text.split(",")]
     for layout in layouts:
         layout.check(layouts[0].size if ranks is None else ranks)
     return layouts
@@ -108,46 +94,43 @@ def _layouts(text: str, ranks: int | None) -> list[Layout]:
 
 def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti import comm
-    from tutti.parity.check_layouts import ParityTable, check_layouts
-    from tutti.parity.workload import make_workload
+    from tutti.parity.compare import ParityTable, check_layouts
+    from tutti.parity.single_device import make_workload
     from tutti.train.init import agree
 
-    with join_world(options, backend=options.backend) as world:
-        settings = options.settings
+    with options.join_world(options.backend) as world:
         with usage_error_on_rank_0(world):
-            workload = agree(lambda: make_workload(options.recipe, settings, layouts))
-        table = ParityTable(layouts)
-        if world.is_first:
-            table.begin(_title(options, workload, world))
+            workload = agree(lambda: make_workload(options.recipe, options.settings, layouts))
+        title = _title(options, workload, world)
+        table = ParityTable(layouts, title) if world.is_first else None
         rows: list[dict[str, Any]] = []
         for row in check_layouts(workload, layouts, world):
             rows.append(row)
-            if world.is_first:
+            if table is not None:
                 table.add(row)
                 # Write after each row, because the next layout may fail or be interrupted.
                 _write(options, workload, world, rows, complete=len(rows) == len(layouts))
         comm.gather_json(None)  # a barrier: no rank may exit before rank 0 has written the file
-    passed = {row["ok"] for row in rows}
-    if passed == {None} and world.is_first:
+    verdicts = {row["ok"] for row in rows}
+    if verdicts == {None} and world.is_first:
         print("tutti parity: no layout could be compared, for the reasons above", file=sys.stderr)
-    if False in passed:
+    if False in verdicts:
         return 1
     # A layout that was requested by name and could not be compared has not passed.
-    return 2 if passed == {None} or (options.layouts != "all" and None in passed) else 0
+    return 2 if verdicts == {None} or (options.layouts != "all" and None in verdicts) else 0
 
 
 def _title(options: Parity, workload: "Workload", world: "World") -> str:
     settings = options.settings
     tolerance = TOLERANCES[settings.precision]
-    model = settings.model or options.recipe
     note = f" Note: {world.sharing_note}." if world.sharing_note else ""
     full, uneven = workload.counts[:2]
     return (
-        f"{model} in {settings.precision} on {world.device.type} against one device in float64: "
-        f"{settings.steps} steps of {full} and {uneven} samples. Relative errors; tolerances are "
-        f"{tolerance.loss:g} (loss, norm), {tolerance.gradient:g} (gradient), "
-        f"{tolerance.update:g} (updates by SGD and AdamW) and {tolerance.buffer:g} (buffers, such "
-        f"as running statistics).{note}"
+        f"{settings.model or options.recipe} in {settings.precision} on {world.device.type}, "
+        f"compared with one device in float64: {settings.steps} steps of {full} and {uneven} "
+        f"samples. Relative errors; tolerances are {tolerance.loss:g} (loss, norm), "
+        f"{tolerance.gradient:g} (gradient), {tolerance.update:g} (updates by SGD and AdamW) and "
+        f"{tolerance.buffer:g} (buffers, such as running statistics).{note}"
     )
 
 
@@ -175,3 +158,124 @@ def _write(
         },
     }
     write_json(options.json, "tutti.parity/1", results)
+
+
+# -- --show-schedule -------------------------------------------------------------------------------
+
+_LEGEND = """\
+# F3: forward of microbatch 3 (5F3: on stage 5). B: backward. I and W: the two
+# halves of a backward (gradients of inputs, gradients of weights). Dots: idle.
+# Counted: F, I and W take 1 unit of time, B takes 2, communication takes 0.
+# Measured: the label of a short action is cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowSchedule(WorldFlags):
+    """Show a pipeline schedule: tutti parity --show-schedule --schedule 1f1b --pp 4
+
+    Prints a timeline of the forwards and backwards of every rank, and the bubble: the fraction of
+    time in which ranks are idle. The first timeline is simulated, with a fixed cost for each
+    action. The second is measured on local ranks, with a small model of equal stages.
+    """
+
+    pipeline_schedule: Annotated[ScheduleName, tyro.conf.arg(aliases=["--schedule"])] = "1f1b"
+    """Name of the pipeline schedule."""
+    pp: int = 4
+    """Number of pipeline ranks."""
+    accumulation: int = 8
+    """Number of microbatches per step."""
+    stages_per_rank: int | None = None
+    """Number of stages on each rank (default: 1 for gpipe and 1f1b, 2 for the other schedules)."""
+    measure: bool = True
+    """Also run the schedule on local ranks and print the measured timeline."""
+    json: Path | None = None
+    """Also write the timelines, the bubbles, the environment and the command to this JSON file."""
+
+    def parallel_options(self) -> ParallelOptions:
+        name, stages = self.pipeline_schedule, self.stages_per_rank
+        return ParallelOptions(pipeline_schedule=name, stages_per_rank=stages)
+
+
+def show_schedule(arguments: list[str]) -> int:
+    """Run tutti parity --show-schedule; returns the exit code."""
+    flags = parse(ShowSchedule, "tutti parity --show-schedule", arguments)
+    check_at_least(2, flags, "pp")
+    check_writable("--json", flags.json)
+    if not flags.measure:
+        return _print_schedule(flags)
+    if identify(os.environ).launcher != "python":
+        return _measure_schedule(flags)
+    _simulate_schedule(flags)  # raises UsageError before ranks are started
+    return flags.start_ranks(["parity", "--show-schedule", *arguments], flags.pp)
+
+
+def _simulate_schedule(flags: ShowSchedule) -> "Timeline":
+    """Return the simulated timeline. The unit of time is the duration of one forward."""
+    from tutti.parallel.pipeline.schedule_timeline import action_orders, simulate
+
+    per_rank = flags.parallel_options().virtual_stages
+    return simulate(action_orders(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank))
+
+
+def _print_schedule(
+    flags: ShowSchedule, measured: "Timeline | None" = None, note: str | None = None
+) -> int:
+    """Print the simulated timeline, then the measured timeline, and write the JSON."""
+    from tutti.parallel.pipeline.schedule_timeline import bubble, bubble_formula, draw, length
+
+    simulated = _simulate_schedule(flags)
+    per_rank = flags.parallel_options().virtual_stages
+    formula = bubble_formula(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank)
+    print(
+        f"schedule {flags.pipeline_schedule}: {flags.pp} ranks × {per_rank} "
+        f"stage{'s' * (per_rank > 1)}, {flags.accumulation} microbatches\n{_LEGEND}\n\ncounted"
+    )
+    print("\n".join(draw(simulated)))
+    if measured is not None:
+        # Draw it as wide as the simulated timeline, so that idle times can be compared.
+        unit = length(measured) / length(simulated)
+        print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
+        print("\n".join(draw(measured, unit)))
+    bubbles = {"counted": bubble(simulated), "formula": formula}
+    bubbles |= {} if measured is None else {"measured": bubble(measured)}
+    labels = {"counted": "counted", "formula": "by the formula", "measured": "measured"}
+    shares = [f"{labels[key]} {share:.1%}" for key, share in bubbles.items() if share is not None]
+    print(f"\nbubble: {', '.join(shares)}")
+    if note:
+        print(f"note: {note}")
+    if flags.json is not None:
+        results: dict[str, Any] = {
+            "schedule": flags.pipeline_schedule,
+            "pp": flags.pp,
+            "accumulation": flags.accumulation,
+            "stages_per_rank": per_rank,
+            "bubble": bubbles,
+            "counted": _timeline_rows(simulated),
+            "measured": _timeline_rows(measured) if measured else None,
+            "note": note,
+        }
+        write_json(flags.json, "tutti.schedule/1", results)
+    return 0
+
+
+def _measure_schedule(flags: ShowSchedule) -> int:
+    from tutti.machine.cpu_numa import allowed_cpus
+    from tutti.parallel.pipeline.schedule_timeline import measure
+    from tutti.world.exchange import gather_json
+
+    with flags.join_world() as world:
+        measured = measure(world, flags.parallel_options(), flags.accumulation)
+        note = world.sharing_note
+        # Count the CPUs of all ranks, because ranks may be bound to different CPUs.
+        cpus = len({cpu for rank_cpus in gather_json(allowed_cpus()) for cpu in rank_cpus})
+        if note is None and world.device.type == "cpu" and cpus < world.size:
+            note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}: they also wait for CPUs"
+        return _print_schedule(flags, measured, note) if world.is_first else 0
+
+
+def _timeline_rows(timeline: "Timeline") -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, **asdict(span.action), "start": span.start, "end": span.end}
+        for rank, spans in enumerate(timeline)
+        for span in spans
+    ]

@@ -5,76 +5,70 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
-from typing import TYPE_CHECKING
 
-from tutti.cli.flags import parse, split_at_command
+from tutti.cli.flags import check_at_least, parse, split_at_command
 from tutti.cli.results import check_writable, write_json
 from tutti.measure.terminal import text_width
 from tutti.world.errors import UsageError
-
-if TYPE_CHECKING:
-    from tutti.profile.captured_command import LauncherTask
 
 
 @dataclass(frozen=True)
 class Profile:
     """Explain where the time of a step goes on every rank, and which rank makes the others wait.
 
-    tutti profile -- torchrun --nproc-per-node 2 train.py
+        tutti profile -- torchrun --nproc-per-node 2 train.py
+        tutti profile -- train --recipe lenet --ranks 2
+        tutti profile --trace DIR
 
-    tutti profile -- train --recipe lenet --ranks 2
-
-    tutti profile --trace DIR
-
-    The first two capture: the program runs unchanged, and its optimizer marks the steps. The last
-    reads torch.profiler traces of any program, one file for each rank.
+    The first two commands run a program unchanged and record traces; a step ends when the optimizer
+    of the program has updated the parameters. The last command reads existing torch.profiler
+    traces, one file per rank.
     """
 
+    USAGE_END = "[-- COMMAND]"
     trace: Path | None = None
-    """Read the traces in this folder or run directory; nothing is started."""
+    """Read the traces in this directory or run directory; start no program."""
     out: Path | None = None
-    """The folder to capture into, as OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
+    """Directory for the traces, OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
     wait: int = 3
-    """Steps to skip first."""
+    """Number of steps to skip at the start."""
     warmup: int = 2
-    """Steps in which the profiler warms up."""
+    """Number of steps in which the profiler warms up, after the skipped steps."""
     active: int = 5
-    """Steps to record."""
+    """Number of steps to record."""
     shapes: bool = False
-    """Record shapes on GPUs, too; on CPUs shapes are always recorded, for message sizes."""
+    """Record tensor shapes on GPUs, too. On CPUs shapes are always recorded, because message sizes
+    are derived from them."""
     memory: bool = False
     """Record memory allocations."""
     stacks: bool = False
-    """Record Python stacks: slow, and large traces."""
+    """Record Python stacks. This is slow and makes traces large."""
     tensorboard: Path | None = None
-    """Also copy the traces into this folder, for TensorBoard's profile plugin."""
+    """Also copy the traces into this directory, for TensorBoard's profile plugin."""
     nvtx: bool = False
     """Mark the steps for Nsight Systems instead of recording traces: nsys profile -c
     cudaProfilerApi --capture-range-end=stop tutti profile --nvtx -- COMMAND. Needs CUDA."""
     merge: Path | None = None
-    """Write all ranks into this one trace, on one clock, with arrows; opens in ui.perfetto.dev."""
+    """Write the traces of all ranks into one file for ui.perfetto.dev, on one clock, with arrows
+    between the ranks of a collective."""
     json: Path | None = None
-    """Write ranks, steps, communication and stragglers to this file."""
-
-
-# Exit codes after Ctrl-C and SIGTERM. The steps before such a signal were normal training.
-_STOPPED = (130, 143)
+    """Also write ranks, steps, communication and stragglers to this JSON file."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command. Returns its exit code, or that of the profiled program if it failed."""
     flags, words = split_at_command(Profile, arguments)
     options = parse(Profile, "tutti profile", flags)
-    for flag in ("merge", "json"):
-        check_writable(f"--{flag}", getattr(options, flag))
+    check_writable("--merge", options.merge)
+    check_writable("--json", options.json)
     if (options.trace is None) == (not words):
         raise UsageError(
-            "give either a program or --trace: tutti profile -- COMMAND captures a program, "
+            "give either a program or --trace: tutti profile -- COMMAND records a program, "
             "tutti profile --trace DIR reads traces"
         )
     if options.trace is not None:
         if not options.trace.exists():
-            raise UsageError(f"--trace {options.trace} does not exist: name a folder of traces")
+            raise UsageError(f"--trace {options.trace} does not exist: name a directory of traces")
         return _explain(options, options.trace)
     return _capture(options, words)
 
@@ -83,13 +77,16 @@ def _capture(options: Profile, words: list[str]) -> int:
     from tutti.cli import COMMANDS
     from tutti.profile.captured_command import LauncherTask, resolve_command, run_captured
 
-    if options.active < 1 or options.wait < 0 or options.warmup < 0:
-        raise UsageError(
-            f"--wait {options.wait} --warmup {options.warmup} --active {options.active}: "
-            "--active must be at least 1, the others at least 0"
-        )
+    check_at_least(1, options, "active")
+    check_at_least(0, options, "wait", "warmup")
     if options.nvtx:
-        _check_nvtx(options)
+        for flag in ("tensorboard", "merge", "json", "memory", "stacks"):
+            if getattr(options, flag):
+                raise UsageError(f"--nvtx records no trace for --{flag}: leave out one of them")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--nvtx needs CUDA, which this machine lacks: leave out --nvtx")
     command = resolve_command(words, list(COMMANDS))
     task = LauncherTask.from_environment(os.environ)
     out = (options.out or task.default_folder(strftime("%Y%m%d-%H%M%S"))).absolute()
@@ -97,17 +94,12 @@ def _capture(options: Profile, words: list[str]) -> int:
     if traces.is_dir() and any(traces.iterdir()):
         if task.number != 0:
             return 2
-        raise UsageError(f"--out {out} already holds traces: choose another folder")
-    settings = {
+        raise UsageError(f"--out {out} already holds traces: choose another directory")
+    same_name = ("wait", "warmup", "active", "memory", "stacks", "nvtx")
+    settings = {name: getattr(options, name) for name in same_name} | {
         "directory": str(traces),
-        "wait": options.wait,
-        "warmup": options.warmup,
-        "active": options.active,
         "shapes": options.shapes or None,
-        "memory": options.memory,
-        "stacks": options.stacks,
         "tensorboard": options.tensorboard and str(options.tensorboard.absolute()),
-        "nvtx": options.nvtx,
     }
     code = run_captured(command, settings)
     if options.nvtx:
@@ -116,15 +108,24 @@ def _capture(options: Profile, words: list[str]) -> int:
         task.write_exit_code(out, code)
         if task.number != 0:
             return code
-        code = _wait_for_tasks(task, out, code)
+        # Return the exit code of the first task that failed.
+        codes, missing = task.wait_for_exit_codes(out, failed=code != 0)
+        code = code or next((code for _, code in sorted(codes.items()) if code), 0)
+        if missing:
+            numbers = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
+            print(
+                f"tutti profile: {out} has no exit code of task {numbers} of {task.count}: the "
+                "task still runs, was killed, or cannot write there. All hosts must share --out",
+                file=sys.stderr,
+            )
     if not traces.is_dir() or not any(traces.glob("rank*")):
         steps = options.wait + options.warmup + 2
         failed = f"the program ended with code {code}, and " if code else ""
         print(
             f"tutti profile: {failed}nothing was captured. Either no process took {steps} steps of "
-            "a torch optimizer: train longer, or reduce --wait and --warmup. Or the capture did "
-            "not reach the program: python -I, -E or -S, a command that replaces PYTHONPATH, and "
-            f"replayed CUDA graphs prevent it.{task.missing_rank_hint if code else ''}",
+            "a torch optimizer: train longer, or reduce --wait and --warmup. Or the program cannot "
+            "be recorded: python -I, -E or -S, a command that replaces PYTHONPATH, and replayed "
+            f"CUDA graphs prevent recording.{task.missing_rank_hint if code else ''}",
             file=sys.stderr,
         )
         return code or 2
@@ -134,39 +135,15 @@ def _capture(options: Profile, words: list[str]) -> int:
     return code
 
 
-def _wait_for_tasks(task: "LauncherTask", out: Path, code: int) -> int:
-    """Wait for the other tasks of the launcher. Returns the exit code of the first failed task."""
-    codes, missing = task.wait_for_exit_codes(out, failed=code != 0)
-    if missing:
-        numbers = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
-        print(
-            f"tutti profile: no exit code of task {numbers} of {task.count} in {out}: it still "
-            "runs, was killed, or cannot write there; all hosts must share the folder (--out)",
-            file=sys.stderr,
-        )
-    return code or next((each for _, each in sorted(codes.items()) if each), 0)
-
-
-def _check_nvtx(options: Profile) -> None:
-    for flag in ("tensorboard", "merge", "json", "memory", "stacks"):
-        if getattr(options, flag):
-            raise UsageError(f"--nvtx records no trace for --{flag}: leave out one of the two")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "--nvtx marks steps for Nsight Systems and needs CUDA, which this machine does not "
-            "have: leave it out"
-        )
-
-
 def _explain(options: Profile, directory: Path, code: int = 0) -> int:
     from tutti.profile.explain import explain, trace_files
     from tutti.profile.profile_table import profile_lines
 
     explanation = explain(trace_files(directory))
     rows = explanation.rows()
-    if code not in (0, *_STOPPED):  # steps during a failure are not normal training
+    # After Ctrl-C (130) and SIGTERM (143) the recorded steps are normal; after a failure they may
+    # not be.
+    if code not in (0, 130, 143):
         rows["advice"] = []
         rows["notes"].append(f"the program failed with code {code}: see its messages above")
     print("\n".join(profile_lines(rows, text_width(sys.stdout))))

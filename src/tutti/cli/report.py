@@ -7,8 +7,7 @@ from pathlib import Path
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable
-from tutti.measure.files import write_atomically
+from tutti.cli.results import check_writable, write_result
 from tutti.world.errors import UsageError
 
 
@@ -16,23 +15,24 @@ from tutti.world.errors import UsageError
 class Report:
     """Write one HTML page that works offline: tutti report runs/lenet-20261115-120000
 
-    The page shows what the paths hold: loss and throughput, where the time of a step goes on every
-    rank, which rank waits for which, scaling and its losses, benchmarks, topology, environment and
-    advice. Several runs stand side by side. Needs plotly and jinja2: pip install
-    'tutti-torch[report]'.
+    The page shows loss and throughput, where the time of a step goes on every rank, which rank
+    waits for which, scaling efficiency, benchmarks, topology, environment and advice, as far as the
+    given files contain them. Several runs are shown side by side. Needs plotly and jinja2: pip
+    install 'tutti-torch[report]'.
     """
 
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """Run directories, folders of `tutti profile` and `tutti scale`, files written by --json."""
+    """Run directories, output directories of tutti profile and tutti scale, or files written with
+    --json."""
     out: Path | None = None
-    """The page (default: report.html in the folder, beside the file, or here for several)."""
+    """File for the page (default: report.html in the given directory, or in the current directory
+    if several paths are given)."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
     options = parse(Report, "tutti report", arguments)
     if not options.paths:
-        raise UsageError("name a run directory or a result file: tutti report PATH…")
+        raise UsageError("no path given: name a run directory or a result file: tutti report PATH")
     first, *others = options.paths
     folder = Path() if others else first if first.is_dir() else first.parent
     out = options.out or folder / "report.html"
@@ -46,11 +46,7 @@ def main(arguments: list[str]) -> int:
             raise UsageError(f"{path} does not exist: name {ACCEPTED}")
     check_writable("--out", out)
     sources = read_sources(options.paths)
-    page = build_page(sources)
-    try:
-        write_atomically(out, page)
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}: choose another file") from None
+    write_result("--out", out, build_page(sources))
     for note in sources.notes:
         print(f"note: {note}", file=sys.stderr)
     print(out)

@@ -1,12 +1,13 @@
-"""Functions for all commands: result files, and errors of all ranks that only rank 0 prints."""
+"""Functions that commands share: starting and joining ranks, checking and writing result files."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.machine.environment import describe_environment
 from tutti.measure.files import write_atomically
@@ -14,6 +15,58 @@ from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
     from tutti.world.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldFlags:
+    """The flags of commands that run on several ranks."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks. auto selects CUDA if a GPU is visible."""
+    ranks_per_gpu: int = 1
+    """Maximum number of ranks that share one GPU."""
+    start_timeout: float | None = None
+    """Seconds to wait for all ranks to start (default: 300)."""
+    timeout: float | None = None
+    """Seconds after which a collective fails (default: 600)."""
+
+    def start_ranks(self, command: Sequence[str], ranks: int, **more: Any) -> int:
+        """Run `tutti COMMAND` as local ranks, with `more` fields of LocalWorld."""
+        from tutti.world.launch import LocalWorld
+
+        return LocalWorld(
+            command=[sys.executable, "-m", "tutti", *command],
+            ranks=ranks,
+            device=self.device,
+            **{"ranks_per_gpu": self.ranks_per_gpu, "show": "first", **more},
+        ).run()
+
+    def join_world(self, backend: str | None = None) -> "World":
+        """Join the world that the launcher started."""
+        from tutti.world.world import init
+
+        return init(
+            device=self.device,
+            backend=backend,
+            ranks_per_gpu=self.ranks_per_gpu if self.ranks_per_gpu > 1 else None,
+            start_timeout=self.start_timeout,
+            timeout=self.timeout,
+        )
+
+
+@contextmanager
+def usage_error_on_rank_0(world: "World") -> Iterator[None]:
+    """Handle a UsageError that every rank raises.
+
+    All ranks leave the world. Then rank 0 raises the error again, and the others exit with code 2.
+    """
+    try:
+        yield
+    except UsageError:
+        world.close()
+        if world.is_first:
+            raise
+        raise SystemExit(2) from None
 
 
 def check_writable(flag: str, path: Path | None) -> None:
@@ -48,27 +101,3 @@ def write_result(flag: str, path: Path, text: str) -> None:
         write_atomically(path, text)
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
-
-
-@contextmanager
-def usage_error_on_rank_0(world: "World") -> Iterator[None]:
-    """Handle a UsageError that every rank raises.
-
-    All ranks leave the world. Then rank 0 raises the error again, and the others exit with code 2.
-    """
-    try:
-        yield
-    except UsageError:
-        world.close()
-        if world.is_first:
-            raise
-        raise SystemExit(2) from None
-
-
-def join_world(options: Any, **more: Any) -> "World":
-    """Join the world with --device, --ranks-per-gpu, --start-timeout and --timeout."""
-    from tutti.world.world import init
-
-    shared = options.ranks_per_gpu if options.ranks_per_gpu > 1 else None
-    timeouts = {"start_timeout": options.start_timeout, "timeout": options.timeout}
-    return init(device=options.device, ranks_per_gpu=shared, **timeouts, **more)

@@ -19,30 +19,32 @@ from tutti.world.launch import LocalWorld
 class Run:
     """Start a script as local ranks, with the environment variables of torchrun.
 
-    tutti run -n 4 train.py --lr 0.1
+        tutti run -n 4 train.py --lr 0.1
+        tutti run -n 4 -m package.module --lr 0.1
 
-    tutti run -n 4 -m package.module --lr 0.1
-
-    Arguments after SCRIPT or -m MODULE are passed to it. An executable works too. Ranks have no
-    standard input.
+    All arguments after the script or module are passed to it. An executable file can be started in
+    the same way as a script. Ranks have no standard input.
     """
 
+    USAGE_END = "SCRIPT [arguments of the script]"
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """Ranks to start on this host."""
+    """Number of ranks to start on this host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device of the ranks; auto: CUDA if a GPU is visible; cpu hides the GPUs."""
+    """Device of the ranks. auto selects CUDA if a GPU is visible; cpu hides the GPUs."""
     ranks_per_gpu: int = 1
-    """Ranks that may share one GPU, to develop multi-GPU code on one. Starts a private MPS."""
+    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. Starts a
+    private MPS server."""
     show: Literal["all", "first"] = "all"
-    """Output to show: that of all ranks, with the rank in front, or of rank 0 only, unchanged."""
+    """Output to print. all: the output of every rank, each line with the rank number in front.
+    first: the unchanged output of rank 0."""
     log_dir: Path | None = None
-    """Directory for one log file per rank."""
+    """Directory for one log file per rank (default: no log files)."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to start."""
+    """Seconds to wait for all ranks to start."""
     timeout: float = TIMEOUT
-    """Seconds for a collective."""
+    """Seconds after which a collective fails."""
     grace: float = 5.0
-    """Seconds from Ctrl-C or SIGTERM until ranks that have not ended are killed."""
+    """Seconds between Ctrl-C or SIGTERM and the killing of ranks that still run."""
 
 
 def main(arguments: list[str]) -> int:
@@ -73,7 +75,7 @@ def python_command(command: list[str]) -> list[str]:
         if program is not None and not script.is_dir():
             return [program, *command[1:]]
     if script.is_dir():
-        raise UsageError(f"{command[0]!r} is a directory: give a script in it")
+        raise UsageError(f"{command[0]!r} is a directory: give the path of a script")
     if not script.is_file():
         raise UsageError(f"script {command[0]!r} does not exist: check the path")
     return [sys.executable, *command]

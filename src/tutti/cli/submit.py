@@ -11,98 +11,98 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tutti.cli.flags import Flags, parse, split_at_dashes
+from tutti.cli.flags import parse, split_at_dashes
 from tutti.world.errors import UsageError
 from tutti.world.jobs import mpi_script, parse_hosts, slurm_script
 
 _USAGE = """usage: tutti submit slurm [flags] -- COMMAND
        tutti submit mpi --hosts n1:4,n2:4 [flags] -- COMMAND
 
-Writes the job as a readable script and submits it; --dry-run only prints it.
+Writes the job as a readable script and submits it. --dry-run only prints the script.
 `tutti submit slurm --help` and `tutti submit mpi --help` list the flags."""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Write an sbatch script and submit it.
+    """Submit an sbatch script: tutti submit slurm --nodes 2 --gpus-per-node 8 -- python train.py"""
 
-    tutti submit slurm --nodes 2 --gpus-per-node 8 --time 2:00:00 -- python train.py --lr 0.1
-    """
-
+    USAGE_END = "-- COMMAND"
     nodes: int = 1
     """Number of nodes."""
     gpus_per_node: int = 0
-    """GPUs on each node; one rank per GPU unless --ranks-per-node is given."""
+    """Number of GPUs on each node."""
     ranks_per_node: int | None = None
-    """Ranks on each node (default: one per GPU, or 1 without GPUs)."""
+    """Number of ranks on each node (default: one per GPU, or 1 without GPUs)."""
     cpus_per_rank: int | None = None
-    """CPU cores for each rank."""
+    """Number of CPU cores for each rank (default: the default of the cluster)."""
     partition: str | None = None
     """Slurm partition."""
     time: str | None = None
-    """Time limit in the format of sbatch: 2:00:00."""
+    """Time limit in the format of sbatch, such as 2:00:00."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     mem: str | None = None
-    """Memory per node in the format of sbatch: 64G."""
+    """Memory per node in the format of sbatch, such as 64G."""
     job_name: str | None = None
-    """Name of the job (default: from the command)."""
+    """Name of the job (default: the name of the script in COMMAND)."""
     output: str = "%x-%j.out"
-    """Output file of the job (%x: job name, %j: job id)."""
+    """Output file of the job. %x is the job name, %j the job id."""
     sbatch: tuple[str, ...] = ()
-    """More flags of sbatch, without dashes: --sbatch exclusive constraint=h200."""
+    """More flags for sbatch, without dashes, such as --sbatch exclusive constraint=h200."""
     script: Path | None = None
-    """Script file (default: NAME.sbatch in the current directory)."""
+    """File for the script (default: NAME.sbatch in the current directory)."""
     dry_run: bool = False
     """Print the script; do not write or submit it."""
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """Write a script that calls mpirun, and run it.
+    """Run a script that calls mpirun: tutti submit mpi --hosts n1:4,n2:4 -- python train.py"""
 
-    tutti submit mpi --hosts n1:4,n2:4 -- python train.py --lr 0.1
-    """
-
+    USAGE_END = "-- COMMAND"
     hosts: str = "localhost:1"
-    """Hosts and the number of ranks on each: n1:4,n2:4. Rank 0 is on the first."""
+    """Hosts with the number of ranks on each, such as n1:4,n2:4. Rank 0 runs on the first host."""
     mpirun: str = "mpirun"
-    """The mpirun command, with flags of its own if needed: "mpirun --map-by node"."""
+    """The mpirun command, with its own flags if needed, such as "mpirun --map-by node"."""
     flavour: Literal["auto", "openmpi", "mpich"] = "auto"
-    """The kind of mpirun; auto asks mpirun --version."""
+    """MPI implementation. auto reads it from mpirun --version."""
     script: Path | None = None
-    """Script file (default: NAME.mpi.sh in the current directory)."""
+    """File for the script (default: NAME.mpi.sh in the current directory)."""
     dry_run: bool = False
     """Print the script; do not write or run it."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
-    kinds = {"slurm": _submit_slurm, "mpi": _submit_mpi}
-    if not arguments or arguments[0] not in kinds:
-        if arguments[:1] in (["-h"], ["--help"]):
-            print(_USAGE)
-            return 0
-        what = f"no cluster kind {arguments[0]!r}" if arguments else "no cluster kind given"
-        raise UsageError(f"{what}: tutti submit slurm … or tutti submit mpi …, see --help")
-    return kinds[arguments[0]](arguments[1:])
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    kind = arguments[0] if arguments else ""
+    if kind not in ("slurm", "mpi"):
+        raise UsageError(f"no cluster kind {kind!r}: use tutti submit slurm or tutti submit mpi")
+    flags, command = split_at_dashes(arguments[1:])
+    program = f"tutti submit {kind}"
+    options: Slurm | Mpi
+    options = parse(Slurm, program, flags) if kind == "slurm" else parse(Mpi, program, flags)
+    if not command:
+        raise UsageError(
+            f"no command given: add the command after --: {program} -- python train.py"
+        )
+    if isinstance(options, Slurm):
+        return _submit_slurm(options, command)
+    return _submit_mpi(options, command)
 
 
-def _submit_slurm(arguments: list[str]) -> int:
-    options, command = _parse(Slurm, "slurm", arguments)
+def _submit_slurm(options: Slurm, command: list[str]) -> int:
     name = options.job_name or _job_name(command)
     extra = [flag.lstrip("-").partition("=") for flag in options.sbatch]
     gpus = options.gpus_per_node
     ranks = max(1, gpus) if options.ranks_per_node is None else options.ranks_per_node
     same_name = ("partition", "time", "account", "qos", "mem", "output")
-    directives = {
-        "job-name": name,
-        "gpus-per-node": str(gpus) if gpus else None,
-        **{flag: getattr(options, flag) for flag in same_name},
-        **{flag: value for flag, _, value in extra},
-    }
+    directives = {"job-name": name, "gpus-per-node": str(gpus) if gpus else None}
+    directives |= {flag: getattr(options, flag) for flag in same_name}
+    directives |= {flag: value for flag, _, value in extra}
     script = slurm_script(command, options.nodes, ranks, options.cpus_per_rank, directives)
     if options.dry_run:
         print(script, end="")
@@ -117,8 +117,7 @@ def _submit_slurm(arguments: list[str]) -> int:
     return 0
 
 
-def _submit_mpi(arguments: list[str]) -> int:
-    options, command = _parse(Mpi, "mpi", arguments)
+def _submit_mpi(options: Mpi, command: list[str]) -> int:
     mpirun = shlex.split(options.mpirun) or ["mpirun"]
     hosts = parse_hosts(options.hosts)
     flavour = _flavour(mpirun[0]) if options.flavour == "auto" else options.flavour
@@ -131,14 +130,6 @@ def _submit_mpi(arguments: list[str]) -> int:
     print(f"the script is {path}", file=sys.stderr, flush=True)
     # Replace this process, so that signals and terminal input reach mpirun directly.
     os.execvp("bash", ["bash", str(path)])
-
-
-def _parse(flags: type[Flags], kind: str, arguments: list[str]) -> tuple[Flags, list[str]]:
-    before, command = split_at_dashes(arguments)
-    options = parse(flags, f"tutti submit {kind}", before)
-    if not command:
-        raise UsageError(f"no command given: put -- before it: tutti submit {kind} -- python x.py")
-    return options, command
 
 
 def _job_name(command: Sequence[str]) -> str:
@@ -154,7 +145,7 @@ def _flavour(mpirun: str) -> str:
     if "HYDRA" in version or "Intel" in version:
         return "mpich"
     raise UsageError(
-        f"{mpirun} --version names neither Open MPI nor MPICH: give --flavour openmpi or mpich"
+        f"{mpirun} --version names neither Open MPI nor MPICH: add --flavour openmpi or mpich"
     )
 
 
@@ -170,5 +161,5 @@ def _write(path: Path, script: str) -> Path:
         path.write_text(script)
         path.chmod(0o755)
     except OSError as error:
-        raise UsageError(f"--script {path}: {error.strerror}: choose another") from None
+        raise UsageError(f"--script {path}: {error.strerror}: choose another file") from None
     return path

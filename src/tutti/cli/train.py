@@ -1,24 +1,24 @@
 """tutti train: train a recipe on one rank or many."""
 
-import dataclasses
+import json
 import os
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from time import strftime
+from typing import Annotated, Any
 
 import tyro
 
 from tutti.cli.flags import flag_value, parse
-from tutti.cli.results import join_world, usage_error_on_rank_0
+from tutti.cli.results import WorldFlags, usage_error_on_rank_0
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
-if TYPE_CHECKING:
-    from tutti.train.run_directory import RunDirectory
-    from tutti.world.world import World
+Summaries = dict[tuple[float, int], dict[str, Any]]  # by learning rate and number of ranks
 
 # Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped; --resume continues it.
 STOPPED = 75
@@ -26,74 +26,95 @@ STOPPED = 75
 _GRACE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Train:
+@dataclass(frozen=True, kw_only=True)
+class Train(WorldFlags):
     """Train a recipe: tutti train --recipe lenet --ranks 2
 
-    Values come from the recipe, then from its file, then from flags. The run directory holds
-    everything that is needed to repeat the run, and to continue it: --resume --out DIR.
+    A flag overrides the value in a recipe file, and a recipe file overrides the value of its base
+    recipe. The run directory stores everything that is needed to repeat the run. To continue a run:
+    tutti train --resume --out DIR.
     """
 
     settings: Recipe
     recipe: str = "lenet"
-    """lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base = "NAME"."""
+    """Recipe to train: lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base =
+    "NAME"."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did; a list (1,2) with --lr-sweep."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device of the ranks; auto: CUDA if a GPU is visible."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
+    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: 1). With
+    --lr-sweep, a comma-separated list such as 1,2."""
     out: Path | None = None
-    """The run directory (default: runs/NAME-DATE-TIME)."""
+    """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
     """Continue the run in --out from its last valid checkpoint."""
     tensorboard: bool = False
-    """Also write TensorBoard files into the run directory; with --profile also the traces."""
+    """Also write TensorBoard files into the run directory, including the traces of --profile."""
     benchmark: bool = False
-    """Measure throughput: synthetic data, no evaluation, no checkpoint, 50 steps unless --steps."""
+    """Measure the throughput: train 50 steps (or --steps) on synthetic data, without evaluation and
+    checkpoints."""
     profile: bool = False
-    """Record a few steps on every rank, for `tutti profile --trace DIR`."""
+    """Record a few steps on every rank; tutti profile --trace DIR explains them."""
     nvtx: bool = False
-    """Mark a few steps for Nsight Systems: nsys profile -c cudaProfilerApi … Needs CUDA."""
+    """Mark a few steps for Nsight Systems; run the command under nsys profile -c cudaProfilerApi.
+    Needs CUDA."""
     lr_sweep: str | None = None
-    """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to start (default 300)."""
-    timeout: float | None = None
-    """Seconds for a collective (default 600)."""
+    """Comma-separated learning rates to compare, such as 0.05,0.1,0.2. Trains once for each
+    learning rate and each number in --ranks."""
+
+    def run_directory(self) -> Path:
+        name = f"{Path(self.recipe).stem}-{strftime('%Y%m%d-%H%M%S')}"
+        return self.out or Path("runs") / name
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
     options, base = read_flags(arguments)
     if options.lr_sweep is not None:
-        from tutti.cli.lr_sweep import sweep
-
-        return sweep(options, arguments)
+        summaries, code = train_learning_rates(options, arguments)
+        if code == 0:
+            print_learning_rates(summaries)
+        return code
     if options.out is None and options.resume:
         raise UsageError("--resume needs the directory of the run: add --out DIR")
-    ranks = _whole_number(options.ranks)
-    if ranks is not None and identify(os.environ).launcher == "python":
-        layout_of(options.settings.parallel.layout, ranks)  # raises before ranks start
-        out = options.out or _default_out(options.recipe)
-        from tutti.world.launch import LocalWorld
-
-        return LocalWorld(
-            command=[sys.executable, "-m", "tutti", "train", *arguments, "--out", str(out)],
-            ranks=ranks,
-            device=options.device,
-            ranks_per_gpu=options.ranks_per_gpu,
-            show="first",
-            grace=_GRACE_SECONDS,
-        ).run()
+    if options.ranks is not None and not options.ranks.isdecimal():
+        raise UsageError(
+            f"--ranks must be a whole number, got {options.ranks} (a list: --lr-sweep)"
+        )
+    if options.ranks is not None and identify(os.environ).launcher == "python":
+        ranks = int(options.ranks)
+        layout_of(options.settings.parallel.layout, ranks)  # raises UsageError before ranks start
+        command = ["train", *arguments, "--out", str(options.run_directory())]
+        return options.start_ranks(command, ranks, grace=_GRACE_SECONDS)
     return _train(options, base)
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
-    """Return the options of a command line, and the recipe before flags changed it."""
-    base, name = _recipe_named_in(arguments)
+    """Return the options of a command line, and the recipe before flags changed it.
+
+    The model of the recipe determines which flags exist. A resumed run uses the recipe in its run
+    directory, unless --recipe is given.
+    """
+    name, out = flag_value("--recipe", arguments), flag_value("--out", arguments)
+    if name is None and out is not None and "--resume" in arguments:
+        saved_recipe = Path(out) / "recipe.toml"
+        name = str(saved_recipe) if saved_recipe.is_file() else None
+    name = name or "lenet"
+    base = read_recipe(name)
     options = parse(Train, program, arguments, default=Train(settings=base, recipe=name))
     return (_as_benchmark(options, arguments) if options.benchmark else options), base
+
+
+def _as_benchmark(options: Train, arguments: list[str]) -> Train:
+    """Return the options of the same run on synthetic data, without evaluation."""
+    if options.resume:
+        raise UsageError("--benchmark writes no checkpoints: leave out --resume")
+    recipe = options.settings
+    pixels = 32 if recipe.data.dataset == "cifar100" else recipe.data.pixels
+    steps = recipe.length.steps if flag_value("--steps", arguments) is not None else 50
+    settings = replace(
+        recipe,
+        data=replace(recipe.data, dataset="synthetic", pixels=pixels),
+        length=replace(recipe.length, evaluate=False, steps=steps),
+    )
+    return replace(options, settings=settings)
 
 
 def _train(options: Train, base: Recipe) -> int:
@@ -106,28 +127,36 @@ def _train(options: Train, base: Recipe) -> int:
         from tutti.profile.captured_command import enlarge_flight_recorder
 
         enlarge_flight_recorder(os.environ)
-    with join_world(options) as world:
+    command = ["tutti", *sys.argv[1:]]
+
+    def create_directory() -> None:
+        if world.is_first:
+            directory.create()
+            recipe = write_recipe(options.settings, _built_in_recipe(options.settings))
+            directory.write("recipe.toml", recipe)
+            directory.write_environment(world, command)
+
+    with options.join_world() as world:
         # All ranks use the directory of rank 0, since its default name contains the time.
-        out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
-        directory = RunDirectory(out)
+        directory = RunDirectory(Path(gather_json(str(options.run_directory()))[0]))
         with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
-                raise UsageError(
-                    "--nvtx marks steps for Nsight Systems, on CUDA only: leave it out"
-                )
+                raise UsageError("--nvtx needs CUDA, but the device is cpu: leave out --nvtx")
             agree(lambda: directory.check(options.resume) if world.is_first else None)
-            trainer = Trainer(
-                world,
-                options.settings,
-                directory,
-                resume=options.resume,
-                tensorboard=options.tensorboard,
-                save=not options.benchmark,
-            )
-            agree(lambda: _open(directory, options, world) if world.is_first else None)
+            resume, tensorboard = options.resume, options.tensorboard
+            switches = {"resume": resume, "tensorboard": tensorboard, "save": not options.benchmark}
+            trainer = Trainer(world, options.settings, directory, **switches)
+            agree(create_directory)  # after all checks have passed
         if world.is_first:
             lines = _values(options.settings, base, options.recipe) + trainer.schedule.describe()
-            lines += [_describe_world(world), trainer.engine.description, *trainer.notes]
+            reasons = world.reasons
+            lines += [
+                f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} "
+                f"({reasons['device']}), backend {world.backend} ({reasons['backend']}), "
+                f"{world.threads} thread{'s' * (world.threads != 1)} each ({reasons['threads']})",
+                trainer.engine.description,
+                *trainer.notes,
+            ]
             print(*lines, sep="\n", file=sys.stderr)
         if trainer.step >= trainer.schedule.steps:
             if world.is_first:
@@ -136,11 +165,9 @@ def _train(options: Train, base: Recipe) -> int:
         if options.profile or options.nvtx:
             from tutti.profile.capture import Capture
 
-            Capture(
-                directory.path / "traces",
-                tensorboard=directory.path / "tensorboard" if options.tensorboard else None,
-                nvtx=options.nvtx,
-            ).follow_optimizers()
+            copies = directory.path / "tensorboard" if tensorboard else None
+            traces = directory.path / "traces"
+            Capture(traces, tensorboard=copies, nvtx=options.nvtx).follow_optimizers()
         try:
             outcome = trainer.run()
         except LossNotFinite as error:
@@ -149,7 +176,10 @@ def _train(options: Train, base: Recipe) -> int:
                 directory.write_json("summary.json", {"diverged": True, "reason": str(error)})
             return 1
         if world.is_first:
-            _conclude(directory, outcome.summary, outcome.stopped and not outcome.failed_saves)
+            head = {"schema": "tutti.train/1", "command": command}
+            directory.write_json("summary.json", {**head, **outcome.summary})
+            stopped = outcome.stopped and not outcome.failed_saves
+            _print_summary(directory.path, outcome.summary, stopped)
             if options.profile:
                 print(f"to see where the step time went: tutti profile --trace {directory.path}")
         if outcome.failed_saves:
@@ -157,114 +187,127 @@ def _train(options: Train, base: Recipe) -> int:
             with usage_error_on_rank_0(world):
                 raise UsageError(
                     f"checkpoints not written: {len(outcome.failed_saves)}, the last at step "
-                    f"{step}: {reason}: --out {directory.path} needs space, or choose another"
+                    f"{step}: {reason}: free space for --out {directory.path}"
                 )
         return STOPPED if outcome.stopped else 0
 
 
-def _as_benchmark(options: Train, arguments: list[str]) -> Train:
-    """Return the options of the same run on synthetic data, without evaluation."""
-    if options.resume:
-        raise UsageError("--benchmark writes no checkpoints: leave --resume out")
-    recipe = options.settings
-    data = dataclasses.replace(recipe.data, dataset="synthetic")
-    if recipe.data.dataset == "cifar100":
-        data = dataclasses.replace(data, pixels=32)
-    length = dataclasses.replace(recipe.length, evaluate=False)
-    if flag_value("--steps", arguments) is None:
-        length = dataclasses.replace(length, steps=50)
-    settings = dataclasses.replace(recipe, data=data, length=length)
-    return dataclasses.replace(options, settings=settings)
-
-
-def _open(directory: "RunDirectory", options: Train, world: "World") -> None:
-    """Create the run directory, after all checks have passed."""
-    directory.create()
-    directory.write("recipe.toml", write_recipe(options.settings, _base(options.settings)))
-    directory.write_environment(world, ["tutti", *sys.argv[1:]])
-
-
-def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool) -> None:
-    content = {"schema": "tutti.train/1", "command": ["tutti", *sys.argv[1:]], **summary}
-    directory.write_json("summary.json", content)
+def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> None:
     if stopped:
         print(f"stopped by a signal at step {summary['steps']}, with a checkpoint; to continue:")
-        print(f"  tutti train --resume --out {directory.path} --ranks {summary['world']['size']}")
+        print(f"  tutti train --resume --out {directory} --ranks {summary['world']['size']}")
         return
     if summary["test_accuracy"] is not None:
-        print(
-            f"test accuracy {100 * summary['test_accuracy']:.2f} %, "
-            f"test loss {summary['test_loss']:.4f}"
-        )
-    speed = (
-        "" if summary["samples_per_s"] is None else f", {summary['samples_per_s']:,.0f} samples/s"
-    )
+        accuracy = f"test accuracy {100 * summary['test_accuracy']:.2f} %"
+        print(f"{accuracy}, test loss {summary['test_loss']:.4f}")
+    rate = summary["samples_per_s"]
+    speed = "" if rate is None else f", {rate:,.0f} samples/s"
     print(f"{summary['steps']} steps, final training loss {summary['final_loss']:.4f}{speed}")
     if summary["sharing_note"]:
         print(f"note: {summary['sharing_note']}")
-    print(f"the run is in {directory.path}")
-
-
-def _describe_world(world: "World") -> str:
-    """Describe device, backend and threads, with the reason for each choice."""
-    device, backend = world.reasons["device"], world.reasons["backend"]
-    return (
-        f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
-        f"{world.backend} ({backend}), {world.threads} thread{'s' * (world.threads != 1)} each "
-        f"({world.reasons['threads']})"
-    )
-
-
-def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
-    """Return the recipe that the flags start from, and its name.
-
-    The model of the recipe determines which flags exist. A resumed run uses the recipe in its run
-    directory, unless --recipe is given.
-    """
-    name, out = flag_value("--recipe", arguments), flag_value("--out", arguments)
-    if name is None and out is not None and "--resume" in arguments:
-        kept = Path(out) / "recipe.toml"
-        if kept.is_file():
-            name = str(kept)
-    return read_recipe(name or "lenet"), name or "lenet"
+    print(f"the run is in {directory}")
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
     """Format all values, one line per section. Values from a file or a flag are marked."""
-    named = RECIPES[_base(settings)]
+    built_in = RECIPES[_built_in_recipe(settings)]
     lines = [f"recipe {name}, model {settings.model}"]
-    for field in dataclasses.fields(settings):
-        part = getattr(settings, field.name)
-        if not dataclasses.is_dataclass(part):
+    for section in fields(settings):
+        if not is_dataclass(getattr(settings, section.name)):
             continue
         values = []
-        for each in dataclasses.fields(part):
+        for field in fields(getattr(settings, section.name)):
             value, in_file, in_recipe = (
-                getattr(getattr(recipe, field.name), each.name)
-                for recipe in (settings, base, named)
+                getattr(getattr(recipe, section.name), field.name)
+                for recipe in (settings, base, built_in)
             )
-            reason = " (flag)" if value != in_file else " (file)" if in_file != in_recipe else ""
-            if value is not None or reason:
-                values.append(f"{each.name}={value}{reason}")
-        lines.append(f"  {field.name}: {', '.join(values)}")
+            source = " (flag)" if value != in_file else " (file)" if in_file != in_recipe else ""
+            if value is not None or source:
+                values.append(f"{field.name}={value}{source}")
+        lines.append(f"  {section.name}: {', '.join(values)}")
     return lines
 
 
-def _base(settings: Recipe) -> str:
+def _built_in_recipe(settings: Recipe) -> str:
     """Return the name of the recipe with the same kind of model, the `base` of the written file."""
     kind = type(settings.architecture)
-    return next(name for name, each in RECIPES.items() if type(each.architecture) is kind)
+    return next(name for name, recipe in RECIPES.items() if type(recipe.architecture) is kind)
 
 
-def _default_out(recipe: str) -> Path:
-    from time import strftime
-
-    return Path("runs") / f"{Path(recipe).stem}-{strftime('%Y%m%d-%H%M%S')}"
+# -- --lr-sweep ------------------------------------------------------------------------------------
 
 
-def _whole_number(ranks: str | None) -> int | None:
-    if ranks is None:
-        return None
-    if not ranks.isdecimal():
-        raise UsageError(f"--ranks {ranks}: a whole number (lists are for --lr-sweep)")
-    return int(ranks)
+def train_learning_rates(options: Train, arguments: list[str]) -> tuple[Summaries, int]:
+    """Train once for each learning rate and number of ranks.
+
+    Returns the summaries, and the exit code of the first run that failed, or 0.
+    """
+    rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
+    sizes = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]
+    flags = _without(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
+    summaries: Summaries = {}
+    with tempfile.TemporaryDirectory(prefix="tutti-sweep-") as folder:
+        for rate, ranks in [(rate, ranks) for rate in rates for ranks in sizes]:
+            out = Path(folder, f"lr{rate:g}-ranks{ranks}")
+            print(f"learning rate {rate:g}, ranks {ranks}", file=sys.stderr, flush=True)
+            command = ["train", *flags, "--lr", repr(rate), "--out", str(out)]
+            per_gpu = min(ranks, options.ranks_per_gpu)
+            code = options.start_ranks(command, ranks, ranks_per_gpu=per_gpu, show="none")
+            file = out / "summary.json"
+            summary = json.loads(file.read_text()) if file.exists() else {}
+            if code != 0 and "diverged" not in summary:
+                return summaries, code  # the run failed, but not because it diverged
+            summaries[rate, ranks] = summary
+    return summaries, 0
+
+
+def print_learning_rates(summaries: Summaries) -> None:
+    """Print the losses, one line per learning rate."""
+    from rich.table import Table
+
+    from tutti.measure.terminal import console
+
+    sizes = list(dict.fromkeys(ranks for _, ranks in summaries))
+    table = Table(title="final training loss, test accuracy")
+    table.add_column("learning rate")
+    for ranks in sizes:
+        table.add_column(f"{ranks} rank{'s' * (ranks != 1)}", justify="right")
+    for rate in dict.fromkeys(rate for rate, _ in summaries):
+        table.add_row(f"{rate:g}", *[_cell(summaries.get((rate, ranks))) for ranks in sizes])
+    console().print(table)
+
+
+def _cell(summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return "–"
+    if "diverged" in summary:
+        return "diverged"
+    accuracy = summary["test_accuracy"]
+    suffix = "" if accuracy is None else f"  {100 * accuracy:.2f} %"
+    return f"{summary['final_loss']:.4f}{suffix}"
+
+
+def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]:
+    try:
+        numbers = [kind(item) for item in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(number > 0 for number in numbers):
+        raise UsageError(f"{flag} must be a comma-separated list of positive numbers, got {text}")
+    return numbers
+
+
+def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
+    """Return the arguments without these flags and their values."""
+    kept: list[str] = []
+    skip_value = False
+    for argument in arguments:
+        # `--lr_sweep=1` is the flag `--lr-sweep` with its value.
+        flag, equals, _ = argument.partition("=")
+        if skip_value:
+            skip_value = False
+        elif flag.replace("_", "-") in flags:
+            skip_value = not equals
+        else:
+            kept.append(argument)
+    return kept

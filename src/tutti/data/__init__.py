@@ -1,8 +1,6 @@
 """Datasets, sampling and loading: from files to each rank's batch on its device.
 
-This package imports no other part of tutti. Importing it imports neither torch nor numpy: every
-name except DataError is loaded on first use. `tutti.data.split` is used as a module:
-`split.even(10, 3)`.
+Importing this package imports neither torch nor numpy: names are loaded on first use.
 """
 
 from importlib import import_module
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING
 
 
 class DataError(ValueError):
-    """The data, or the request for it, is wrong; the one-line message names the cure."""
+    """The data or an argument is wrong; the message is one line and names the cure."""
 
 
 if TYPE_CHECKING:
@@ -26,13 +24,7 @@ if TYPE_CHECKING:
     from tutti.data.loader import Batch, BatchIndices, Loader, evaluation_loader
     from tutti.data.sampler import Draw, GlobalSampler, Position
     from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
-    from tutti.data.text_datasets import (
-        TokenSamples,
-        byte_dataset,
-        save_tokens,
-        stdlib_dataset,
-        token_dataset,
-    )
+    from tutti.data.text_datasets import TokenSamples, byte_dataset, stdlib_dataset, token_dataset
 
 # Modules that need only numpy come first.
 _MODULES = ("sampler", "dataset", "loader", "synthetic", "image_datasets", "text_datasets")
@@ -41,7 +33,7 @@ __all__ = ["Batch", "BatchIndices", "DataError", "Loader", "evaluation_loader"]
 __all__ += ["Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"]
 __all__ += ["Draw", "GlobalSampler", "Position", "synthetic_dataset", "synthetic_text_dataset"]
 __all__ += ["cifar100_dataset", "digits_dataset", "fashion_mnist_dataset"]
-__all__ += ["TokenSamples", "byte_dataset", "save_tokens", "stdlib_dataset", "token_dataset"]
+__all__ += ["TokenSamples", "byte_dataset", "stdlib_dataset", "token_dataset"]
 
 
 def __getattr__(name: str) -> object:

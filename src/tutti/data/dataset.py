@@ -1,8 +1,7 @@
 """Datasets: a training and a test set of samples, fetched a batch at a time.
 
-`fetch` takes a whole batch of indices, because one Python call per sample makes a loader slow.
-`prepare` converts a fetched batch to the model's input. The two are separate so that image bytes
-are copied to the device as bytes (a quarter of the size of float32) and are converted there.
+`prepare` is separate from `fetch`, so that images are copied to the device as bytes (a quarter of
+the size of float32) and are converted there.
 """
 
 from abc import ABC, abstractmethod
@@ -40,10 +39,8 @@ class Samples(ABC):
 
     def on(self, device: torch.device) -> "Samples":
         """The same samples stored on `device`; `fetch` then works on that device."""
-        raise DataError(
-            f"--data-on-device: {type(self).__name__} is not a tensor in memory, so it cannot be "
-            "stored on the device: leave out the flag"
-        )
+        name = type(self).__name__
+        raise DataError(f"{name} cannot be stored on the device: leave out --data-on-device")
 
 
 class TensorSamples(Samples):
@@ -53,9 +50,7 @@ class TensorSamples(Samples):
         self, inputs: Tensor, targets: Tensor, transform: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         if len(inputs) != len(targets):
-            raise DataError(
-                f"{len(inputs)} inputs but {len(targets)} targets: give one target per input"
-            )
+            raise DataError(f"{len(inputs)} inputs but {len(targets)} targets: they must match")
         self.inputs, self.targets, self.transform = inputs, targets, transform
 
     def __len__(self) -> int:
@@ -73,8 +68,7 @@ class TensorSamples(Samples):
             inputs, targets = self.prepare(self.inputs.to(device), self.targets.to(device))
         except torch.OutOfMemoryError as error:
             raise DataError(
-                f"--data-on-device: {len(self)} samples do not fit into the memory of {device}: "
-                "leave out the flag"
+                f"{len(self)} samples do not fit into {device}: leave out --data-on-device"
             ) from error
         return type(self)(inputs, targets)
 
@@ -82,8 +76,8 @@ class TensorSamples(Samples):
 class MapSamples(Samples):
     """A torch map-style dataset: `dataset[i]` returns (input, target), `collate` stacks them.
 
-    A random transform inside the dataset draws from torch's global generator, whose state is not
-    saved with the data position: a resumed run has the same samples but other random transforms.
+    The state of random transforms is not saved: a resumed run has the same samples, but other
+    random transforms.
     """
 
     def __init__(
@@ -91,8 +85,8 @@ class MapSamples(Samples):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise DataError(
-                f"{type(dataset).__name__} has no length and no index, so it cannot be split "
-                "exactly among ranks: give a map-style dataset with __len__ and __getitem__"
+                f"{type(dataset).__name__} has no length or no index, which ranks need to divide "
+                "it: use a map-style dataset with __len__ and __getitem__"
             )
         self.dataset, self.collate = dataset, collate
 
@@ -107,10 +101,9 @@ class MapSamples(Samples):
         fetch_many = getattr(self.dataset, "__getitems__", None)
         samples = fetch_many(positions) if fetch_many else [self.dataset[i] for i in positions]
         pair = self.collate(samples)
-        if not (
-            isinstance(pair, tuple | list)
-            and len(pair) == 2
-            and all(isinstance(part, Tensor) and len(part) == len(positions) for part in pair)
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(
+            isinstance(part, Tensor) and len(part) == len(positions) for part in pair
         ):
             raise DataError(
                 f"{type(self.dataset).__name__}: {len(positions)} samples collate to "
@@ -142,10 +135,8 @@ def as_samples(data: object) -> Samples:
         return data
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         return TensorSamples(*data.tensors)
-    if isinstance(data, tuple | list) and len(data) == 2:
-        inputs, targets = data
-        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-            return TensorSamples(inputs, targets)
+    if isinstance(data, tuple | list) and [isinstance(part, Tensor) for part in data] == [True] * 2:
+        return TensorSamples(*data)
     if isinstance(data, MapDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return MapSamples(cast(MapDataset[Any], data))
     raise DataError(
@@ -158,15 +149,13 @@ def as_dataset(data: object, name: str) -> Dataset:
     """Convert the return value of a user's function, a Dataset or a pair (train, test)."""
     if isinstance(data, Dataset):
         return data
-    if not (isinstance(data, tuple | list) and len(data) == 2) or any(
-        isinstance(part, Tensor) for part in data
-    ):
-        raise DataError(
-            f"dataset {name} is {_describe(data)}: return a tutti.data.Dataset or a pair "
-            "(train, test)"
-        )
-    train, test = (as_samples(part) for part in data)
-    return Dataset(name, train, test)
+    is_pair = isinstance(data, tuple | list) and len(data) == 2
+    if is_pair and not any(isinstance(part, Tensor) for part in cast(Any, data)):
+        train, test = (as_samples(part) for part in cast(Any, data))
+        return Dataset(name, train, test)
+    raise DataError(
+        f"dataset {name} is {_describe(data)}: return a tutti.data.Dataset or a pair (train, test)"
+    )
 
 
 def _describe(value: object) -> str:

@@ -1,27 +1,28 @@
 """Download files once per directory, verify checksums, and resume after a broken connection.
 
-A file is downloaded as `NAME.part` and renamed when its checksum is right, so a file with its final
-name is complete. One process holds a file lock and downloads; the others wait for the lock and then
-find the files. This needs no process group, and works whether or not the nodes share the directory.
-The kernel releases the lock of a process that dies.
+A file is downloaded as `NAME.part` and renamed when its checksum is right. One process holds a file
+lock and downloads; the others wait for the lock and then find the files. This needs no process
+group, and works whether or not the nodes share the directory.
 """
 
 import fcntl
 import hashlib
 import http.client
 import os
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from tutti.data import DataError
 
 TIMEOUT_S = 30.0  # the longest wait for data, not for the whole file
-ATTEMPTS = 3  # each attempt resumes where the previous one ended
+ATTEMPTS = 3  # each attempt resumes where the previous attempt ended
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,7 @@ class Remote:
     checksum: str
 
 
-def ensure(
-    files: Sequence[Remote],
-    directory: Path,
-    *,
-    cure: str,
-    note: Callable[[str], None] | None = None,
-) -> None:
+def ensure(files: Sequence[Remote], directory: Path, *, cure: str) -> None:
     """Download the `files` missing in `directory`; error messages end with `cure`."""
     if not _missing(files, directory):
         return
@@ -47,16 +42,15 @@ def ensure(
         directory.mkdir(parents=True, exist_ok=True)
         with _lock(directory / ".download.lock") as (log, waited):
             missing = _missing(files, directory)
-            # If the process that held the lock failed, fail with its error at once: otherwise every
-            # rank of a node would wait for the same timeout in turn.
-            failed = log.read().decode() if waited else ""
-            if missing and failed:
-                raise DataError(failed)
+            # If the process that held the lock failed, raise its error at once. Otherwise, all
+            # ranks of a node would wait for the same timeout one after another.
+            failure = log.read().decode() if waited else ""
+            if missing and failure:
+                raise DataError(failure)
             log.truncate(0)
             try:
                 for file in missing:
-                    if note:
-                        note(f"downloading {file.url} to {directory}")
+                    print(f"downloading {file.url} to {directory}", file=sys.stderr, flush=True)
                     _download(file, directory, cure)
             except DataError as error:
                 log.write(str(error).encode())
@@ -70,7 +64,7 @@ def _missing(files: Sequence[Remote], directory: Path) -> list[Remote]:
 
 
 def _present(directory: Path, name: str) -> Path | None:
-    """The path of the file or of its unzipped form; None if neither exists."""
+    """The path of the file, zipped or not; None if neither exists."""
     candidates = (directory / name.removesuffix(".gz"), directory / name)
     return next((path for path in candidates if path.is_file()), None)
 
@@ -89,32 +83,35 @@ def _lock(path: Path) -> Iterator[tuple[IO[bytes], bool]]:
         try:
             yield file, waited
         finally:
-            # Unlock explicitly: a process that was forked in the meantime has the file open too, so
-            # closing the file here would not release the lock.
+            # Unlock explicitly: a process that was forked in the meantime has the file open, too,
+            # so closing the file here would not release the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _download(file: Remote, directory: Path, cure: str) -> None:
     part = directory / f"{file.name}.part"
-    found = ""
+    algorithm, found = file.checksum.partition(":")[0], ""
     for attempt in range(1, ATTEMPTS + 1):
         resumed = part.exists() and part.stat().st_size > 0
         try:
             _resume(file.url, part)
         except (OSError, http.client.HTTPException) as error:
             # A refusal by the server is final; after a broken connection the download is resumed.
-            final = isinstance(error, urllib.error.URLError) or attempt == ATTEMPTS
-            if not final:
+            if not isinstance(error, urllib.error.URLError) and attempt < ATTEMPTS:
                 continue
             reason = getattr(error, "reason", None) or error
             raise DataError(f"cannot download {file.url}: {reason}; {cure}") from error
-        found = _checksum(part, file.checksum.partition(":")[0])
+        with open(part, "rb") as content:
+            # The published checksum detects damage and wrong versions; md5 does not protect against
+            # an attacker.
+            new_hash = partial(hashlib.new, algorithm, usedforsecurity=False)
+            found = f"{algorithm}:{hashlib.file_digest(content, new_hash).hexdigest()}"
         if found == file.checksum:
             os.replace(part, directory / file.name)
             return
         part.unlink()
         # A resumed file may combine two versions of the file: download it again from the start. If
-        # the whole file came from one attempt, the file on the server is wrong.
+        # one attempt downloaded the whole file, the file on the server is wrong.
         if not resumed:
             break
     raise DataError(
@@ -124,13 +121,13 @@ def _download(file: Remote, directory: Path, cure: str) -> None:
 
 def _resume(url: str, part: Path) -> None:
     """Append the rest of `url` to `part`."""
-    have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    size = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         # 416: the server has no more bytes. The checksum decides whether the file is complete.
-        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and have:
+        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and size:
             return
         raise
     with response:
@@ -139,48 +136,26 @@ def _resume(url: str, part: Path) -> None:
         length = response.headers.get("Content-Length")
         with open(part, "ab" if resumes else "wb") as out:
             start = out.tell()
-            # read1 returns what has arrived, so a broken connection loses nothing.
+            # read1 returns the bytes that have arrived, so a broken connection loses none.
             while chunk := response.read1(1 << 20):
                 out.write(chunk)
-            got = out.tell() - start
+            received = out.tell() - start
             out.flush()
             os.fsync(out.fileno())  # before the rename: a crash must not leave a short file
-    if length is not None and got != int(length):
-        raise ConnectionError(f"connection ended at {got} of {length} bytes: run again to resume")
+    if length is not None and received != int(length):
+        raise ConnectionError(
+            f"connection ended at {received} of {length} bytes: run again to resume"
+        )
 
 
-def _checksum(path: Path, algorithm: str) -> str:
-    with open(path, "rb") as file:
-        # The checksum detects damage and wrong versions. It is the published one: md5 does not
-        # protect against an attacker.
-        digest = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
-    return f"{algorithm}:{digest.hexdigest()}"
-
-
-def published_files(
-    files: Sequence[Remote],
-    directory: Path,
-    *,
-    download: bool,
-    mirror: str | None,
-    note: Callable[[str], None] | None,
-) -> list[Path]:
-    """The paths of `files` in `directory`, zipped or not; `download` fetches the missing ones.
-
-    `mirror` is another base URL for the same files; `note` receives a line for each download.
-    """
+def published_files(files: Sequence[Remote], directory: Path, *, download: bool) -> list[Path]:
+    """The paths of `files` in `directory`, zipped or not; `download` fetches missing files."""
     names = ", ".join(file.name for file in files)
     cure = f"put the files {names} into {directory} or use --dataset digits"
-    if mirror:
-        files = [replace(file, url=f"{mirror}/{file.name}") for file in files]
     if download:
-        ensure(files, directory, cure=cure, note=note)
+        ensure(files, directory, cure=cure)
     if not directory.is_dir():
         raise DataError(f"data directory {directory} does not exist; {cure}")
-    found = []
-    for file in files:
-        path = _present(directory, file.name)
-        if path is None:
-            raise DataError(f"data directory {directory} has no {file.name}; {cure}")
-        found.append(path)
-    return found
+    if missing := _missing(files, directory):
+        raise DataError(f"data directory {directory} has no {missing[0].name}; {cure}")
+    return [path for file in files if (path := _present(directory, file.name))]

@@ -1,11 +1,9 @@
-"""Image datasets: digits (from scikit-learn), Fashion-MNIST or MNIST (IDX files), CIFAR-100.
-
-digits needs no download and is used by the demo. Fashion-MNIST and CIFAR-100 are read from a
-directory, into which their published files can be downloaded with a checksum.
-"""
+"""Image datasets: digits (from scikit-learn), Fashion-MNIST or MNIST (IDX files), CIFAR-100."""
 
 import gzip
+import io
 import math
+import pickle
 import struct
 import tarfile
 import zlib
@@ -13,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,6 @@ from torch.nn.functional import interpolate
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, TensorSamples
 from tutti.data.download import Remote, published_files
-from tutti.data.restricted_pickle import load_plain
 from tutti.data.sampler import shuffled
 
 
@@ -54,8 +52,13 @@ def digits_dataset(size: int = 28) -> Dataset:
     The original size is 8; for another size the images are scaled bilinearly. LeNet needs 28.
     """
     if size < 8:
-        raise DataError(f"digits are 8 × 8 and are not scaled down to {size} × {size}: use >= 8")
-    rows = np.loadtxt(_digits_file(), delimiter=",")  # 64 pixels and the digit
+        raise DataError(f"digits are 8 × 8 pixels: size must be at least 8, got {size}")
+    package = find_spec("sklearn")  # does not import scikit-learn, which would take 1 s
+    folders = (package and package.submodule_search_locations) or []
+    files = [Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
+    if not files or not files[0].is_file():
+        raise DataError("dataset digits needs scikit-learn: pip install 'tutti-torch[demo]'")
+    rows = np.loadtxt(files[0], delimiter=",")  # 64 pixels and the digit
     pixels, labels = rows[:, :-1], rows[:, -1]
     # The file is sorted by writer: shuffle once, so that both sets have digits of all writers.
     order = shuffled(np.arange(len(labels)), len(labels), seed=0, epoch=0)
@@ -68,18 +71,6 @@ def digits_dataset(size: int = 28) -> Dataset:
     test = TensorSamples(images[:DIGITS_TEST], targets[:DIGITS_TEST])
     train = TensorSamples(images[DIGITS_TEST:], targets[DIGITS_TEST:])
     return Dataset("digits", train, test, classes=10)
-
-
-def _digits_file() -> Path:
-    """The path of scikit-learn's digits file, found without the 1 s import of scikit-learn."""
-    package = find_spec("sklearn")
-    for folder in (package and package.submodule_search_locations) or []:
-        if (file := Path(folder, "datasets", "data", "digits.csv.gz")).is_file():
-            return file
-    raise DataError(
-        "dataset digits is part of scikit-learn, which is not installed: "
-        "pip install 'tutti-torch[demo]'"
-    )
 
 
 # -- Fashion-MNIST: 60,000 + 10,000 grey images, 28 × 28, 10 classes, four IDX files ---------------
@@ -96,47 +87,29 @@ FASHION_MNIST_FILES = tuple(
         ("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
     )
 )
-_MNIST_CLASSES = 10
-_MNIST_SIDE = 28
 # Mean and standard deviation of the training images.
 FASHION_MNIST_STANDARDISE = Standardise(mean=(0.2860,), std=(0.3530,))
 
 
-def fashion_mnist_dataset(
-    directory: Path | str,
-    *,
-    download: bool = False,
-    mirror: str | None = None,
-    note: Callable[[str], None] | None = None,
-) -> Dataset:
-    """Fashion-MNIST from `directory`; `download` fetches the files that are missing there.
-
-    `mirror` is another base URL for the same files; `note` receives a line for each download.
-    """
-    paths = published_files(
-        FASHION_MNIST_FILES, Path(directory), download=download, mirror=mirror, note=note
-    )
+def fashion_mnist_dataset(directory: Path | str, *, download: bool = False) -> Dataset:
+    """Fashion-MNIST from `directory`; `download` fetches the files that are missing there."""
+    paths = published_files(FASHION_MNIST_FILES, Path(directory), download=download)
     train, test = _read_mnist(*paths[:2]), _read_mnist(*paths[2:])
-    return Dataset("fashion-mnist", train, test, classes=_MNIST_CLASSES)
+    return Dataset("fashion-mnist", train, test, classes=10)
 
 
 def _read_mnist(images_path: Path, labels_path: Path) -> TensorSamples:
     images, labels = read_idx(images_path, dims=3), read_idx(labels_path, dims=1)
-    if images.shape[1:] != (_MNIST_SIDE, _MNIST_SIDE):
-        raise DataError(
-            f"{images_path} has images of {images.shape[1]} × {images.shape[2]}, "
-            f"expected {_MNIST_SIDE} × {_MNIST_SIDE}: put the published file there"
-        )
-    if len(images) != len(labels) or len(images) == 0:
-        raise DataError(
-            f"{images_path} has {len(images)} images, {labels_path} has {len(labels)} labels: "
-            "put matching files there"
-        )
-    if labels.max() >= _MNIST_CLASSES:
-        raise DataError(
-            f"{labels_path} has label {labels.max()}, expected 0 to {_MNIST_CLASSES - 1}: "
-            "put the published file there"
-        )
+    problem = None
+    if images.shape[1:] != (28, 28):
+        size = f"{images.shape[1]} × {images.shape[2]}"
+        problem = f"{images_path} has images of {size}, expected 28 × 28"
+    elif len(images) != len(labels) or len(images) == 0:
+        problem = f"{images_path} has {len(images)} images, {labels_path} has {len(labels)} labels"
+    elif labels.max() > 9:
+        problem = f"{labels_path} has label {labels.max()}, expected 0 to 9"
+    if problem:
+        raise DataError(f"{problem}: put the published files there")
     inputs, targets = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
     return TensorSamples(inputs, targets, FASHION_MNIST_STANDARDISE)
 
@@ -161,18 +134,13 @@ def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
         )
     header = 4 + 4 * dims
     if len(content) < header:
-        raise DataError(
-            f"{path} is truncated: {len(content)} bytes, its header alone has {header}: "
-            "download it again"
-        )
+        raise DataError(f"{path} is truncated in its header of {header} bytes: download it again")
     shape = struct.unpack(f">{dims}I", content[4:header])
-    expected, found = math.prod(shape), len(content) - header
-    if found != expected:
-        problem = "is truncated" if found < expected else "is too long"
-        raise DataError(
-            f"{path} {problem}: its header says {' × '.join(map(str, shape))} = {expected} bytes, "
-            f"it has {found}: download it again"
-        )
+    size, expected = len(content) - header, math.prod(shape)
+    if size != expected:
+        problem = f"{'too long' if size > expected else 'truncated'}: {size} bytes after the header"
+        sizes = f"{' × '.join(map(str, shape))} = {expected}"
+        raise DataError(f"{path} is {problem}, expected {sizes}: download it again")
     # Copied, because `content` is read-only and torch needs writable memory.
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()
 
@@ -185,8 +153,8 @@ def _read_file(path: Path) -> bytes:
 
 
 # -- CIFAR-100: 50,000 + 10,000 colour images, 32 × 32, 100 classes, the python archive ------------
-# From https://www.cs.toronto.edu/~kriz/cifar.html. The archive holds pickles: restricted_pickle.py
-# reads them without executing code.
+# From https://www.cs.toronto.edu/~kriz/cifar.html. The archive holds pickles, which are
+# read without executing code.
 
 CIFAR100_FOLDER = "cifar-100-python"
 CIFAR100_ARCHIVE = Remote(
@@ -194,54 +162,42 @@ CIFAR100_ARCHIVE = Remote(
     url=f"https://www.cs.toronto.edu/~kriz/{CIFAR100_FOLDER}.tar.gz",
     checksum="md5:eb9058c3a382ffc7106e4002c42a8d85",
 )
-_CIFAR_CLASSES = 100
 _CIFAR_SHAPE = (3, 32, 32)
 # Mean and standard deviation of the training images: red, green, blue.
 CIFAR100_STANDARDISE = Standardise(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
 _CIFAR_CURE = "put the python version of CIFAR-100 there"
 
 
-def cifar100_dataset(
-    directory: Path | str,
-    *,
-    download: bool = False,
-    mirror: str | None = None,
-    note: Callable[[str], None] | None = None,
-) -> Dataset:
-    """CIFAR-100 with its fine labels, from a directory that holds the archive or its contents.
-
-    `mirror` is another base URL for the archive; `note` receives a line for each download.
-    """
+def cifar100_dataset(directory: Path | str, *, download: bool = False) -> Dataset:
+    """CIFAR-100 with its fine labels, from a directory that holds the archive or its contents."""
     directory = Path(directory)
     folders = (directory / CIFAR100_FOLDER, directory)
     path = next((folder for folder in folders if (folder / "train").is_file()), None)
     if path is not None:
         pickles = {name: _read_file(path / name) for name in ("train", "test")}
     else:
-        (path,) = published_files(
-            [CIFAR100_ARCHIVE], directory, download=download, mirror=mirror, note=note
-        )
+        (path,) = published_files([CIFAR100_ARCHIVE], directory, download=download)
         pickles = _read_archive(path)
     train, test = (_read_cifar(path / name, pickles[name]) for name in ("train", "test"))
-    return Dataset("cifar-100", train, test, classes=_CIFAR_CLASSES)
+    return Dataset("cifar-100", train, test, classes=100)
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:
     """The bytes of the two pickles, train and test; nothing is extracted to disk."""
-    found = {}
+    pickles = {}
     try:
         with tarfile.open(path, "r:*") as archive:
             for member in archive:
                 folder, _, name = member.name.removeprefix("./").partition("/")
                 if folder == CIFAR100_FOLDER and name in ("train", "test") and member.isfile():
                     file = archive.extractfile(member)
-                    found[name] = file.read() if file else b""
+                    pickles[name] = file.read() if file else b""
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError(f"{path} is a damaged archive ({error}): download it again") from error
     for name in ("train", "test"):
-        if name not in found:
+        if name not in pickles:
             raise DataError(f"{path} has no {CIFAR100_FOLDER}/{name}: {_CIFAR_CURE}")
-    return found
+    return pickles
 
 
 def _read_cifar(path: Path, pickled: bytes) -> TensorSamples:
@@ -253,17 +209,96 @@ def _read_cifar(path: Path, pickled: bytes) -> TensorSamples:
     data, labels = fields.get("data"), fields.get("fine_labels")
     pixels = math.prod(_CIFAR_SHAPE)
     if not isinstance(data, np.ndarray) or data.shape[1:] != (pixels,) or not len(data):
+        shape = getattr(data, "shape", None)
         raise DataError(
-            f"{path} has no `data` of N × {pixels} bytes "
-            f"(found {getattr(data, 'shape', None)}): {_CIFAR_CURE}"
+            f"{path} has no `data` of N × {pixels} bytes (found {shape}): {_CIFAR_CURE}"
         )
     if not isinstance(labels, list) or not all(
-        type(label) is int and 0 <= label < _CIFAR_CLASSES for label in labels
+        type(label) is int and 0 <= label < 100 for label in labels
     ):
-        raise DataError(f"{path} has no `fine_labels` of 0 to {_CIFAR_CLASSES - 1}: {_CIFAR_CURE}")
+        raise DataError(f"{path} has no `fine_labels` of 0 to 99: {_CIFAR_CURE}")
     if len(labels) != len(data):
-        raise DataError(
-            f"{path} has {len(data)} images and {len(labels)} labels: download it again"
-        )
+        raise DataError(f"{path} has {len(data)} images and {len(labels)} labels: {_CIFAR_CURE}")
     images = torch.from_numpy(data).view(-1, *_CIFAR_SHAPE)
     return TensorSamples(images, torch.tensor(labels), CIFAR100_STANDARDISE)
+
+
+# -- restricted pickles ----------------------------------------------------------------------------
+# A pickle is a program that may import any name and call it. This unpickler accepts only the names
+# that an array of bytes needs, and replaces them with the classes below, which only record their
+# arguments; any other name is an error. The recorded values are checked before they are passed to
+# numpy. Everything else in the file is a dict, list, tuple, bytes, str or number.
+
+
+def load_plain(content: bytes, path: Path) -> object:
+    """The data in a pickle, without executing code; `path` names the file in errors."""
+    try:
+        value = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        if isinstance(value, dict):
+            return {k: v.numpy() if isinstance(v, _Array) else v for k, v in value.items()}
+        return value.numpy() if isinstance(value, _Array) else value
+    except DataError as error:
+        raise DataError(f"{path} is refused: {error}") from error
+    except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
+        raise DataError(f"{path} is a damaged pickle ({error!r}): download it again") from error
+
+
+class _Dtype:
+    """Stands in for numpy.dtype; accepts unsigned bytes only."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        if code not in ("u1", b"u1"):
+            raise DataError(f"an array of {code!r}, expected bytes (u1)")
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+class _Array:
+    """Stands in for numpy.ndarray and for the functions that rebuild an array."""
+
+    shape: tuple[int, ...] = (0,)
+    content: bytes | bytearray = b""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, dtype, fortran, self.content = state
+        if not isinstance(dtype, _Dtype) or fortran:
+            raise DataError("an array that is not of bytes in row-major order")
+
+    @classmethod
+    def from_buffer(cls, content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> Any:
+        array = cls()
+        array.__setstate__((1, shape, dtype, order not in ("C", b"C"), content))
+        return array
+
+    def numpy(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        shape, content = self.shape, self.content
+        if not isinstance(content, bytes | bytearray) or not all(type(n) is int for n in shape):
+            raise DataError("an array without content or shape")
+        if math.prod(shape) != len(content) or any(n < 0 for n in shape):
+            raise DataError(f"an array of {shape} with {len(content)} bytes")
+        return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)
+
+
+ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    # numpy 1 and numpy 2 name their modules differently.
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy.core.numeric", "_frombuffer"): _Array.from_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _Array.from_buffer,
+    # Python 3 writes bytes into old pickle protocols as _codecs.encode(text, "latin1").
+    ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if (module, name) not in ALLOWED:
+            raise DataError(
+                f"its pickle imports {module}.{name}, which plain data does not need: "
+                "do not trust this file, download the published file"
+            )
+        return ALLOWED[module, name]

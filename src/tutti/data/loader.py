@@ -1,10 +1,8 @@
 """Each rank's batches: drawn globally, divided among ranks, copied to the device before the step.
 
-The path of a batch: GlobalSampler draws a step for all ranks → this rank takes its indices →
-`fetch` gathers the samples → pinned memory → a CUDA copy stream moves them to the device →
-`prepare` converts them there → the training loop. Everything before the loop runs in one thread,
-ahead of the loop. If the dataset is stored on the device, fetching is one gather there and needs
-no thread.
+The path of a batch: GlobalSampler draws the samples of a step for all ranks → this rank takes its
+indices → `fetch` gathers the samples → pinned memory → a CUDA stream copies them to the device →
+`prepare` converts them there → the training loop. A thread does this work ahead of the loop.
 """
 
 import threading
@@ -33,7 +31,7 @@ _LOOP_CLOSED = "this loop over the data was closed, or another loop was started"
 class Batch:
     """One rank's samples of a step; `inputs, targets = batch` unpacks it.
 
-    A rank may get no sample in the short last batch of an epoch: the tensors then have length 0,
+    In the short last batch of an epoch, a rank may get no sample. Then the tensors have length 0,
     and the rank must still take part in the step's collectives.
     """
 
@@ -76,13 +74,12 @@ class Loader:
     Iterating over a Loader ends at the end of the epoch; `stream` continues with the next epochs.
     `position` is after the last batch that the loop has received; prefetched batches do not count.
 
-    `data_on_device` stores the whole dataset on the device. `prefetch` is the number of batches
-    made ahead; by default 2, or 0 if the samples are tensors on the same device. `workers` is the
-    number of processes that fetch, for datasets that spend much time in Python; the seed of the
-    workers is not drawn from torch's global generator.
+    `data_on_device` stores the whole dataset on the device. `prefetch` is the number of batches to
+    prepare ahead; by default 2, or 0 if the samples are tensors on the same device. `workers` is
+    the number of processes that fetch samples, for datasets that spend much time in Python.
 
-    On CUDA the prefetch thread allocates and copies while the loop runs. A loop that captures CUDA
-    graphs must capture with capture_error_mode="thread_local", or use `data_on_device`.
+    On CUDA the prefetch thread allocates memory while the loop runs. A loop that captures CUDA
+    graphs must use capture_error_mode="thread_local" or `data_on_device`.
     """
 
     def __init__(
@@ -102,27 +99,24 @@ class Loader:
         workers: int = 0,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise DataError(f"rank {rank} of {ranks} ranks: a rank is 0 to {ranks - 1}")
+            raise DataError(f"rank must be 0 to {ranks - 1} for {ranks} ranks, got {rank}")
         # Only evaluation uses neither shuffle nor drop_last. In evaluation a rank may have no
         # sample; in training such a rank would have no gradient.
         training = shuffle or drop_last
         if training and len(samples) < ranks:
             raise DataError(
                 f"the dataset has {len(samples)} samples for {ranks} ranks, each needs at least "
-                f"one: use {len(samples)} ranks or fewer"
+                f"one: use at most {len(samples)} ranks"
             )
         if training and global_batch < ranks:
-            raise DataError(
-                f"a global batch of {global_batch} leaves some of {ranks} ranks without a sample: "
-                f"use a global batch of at least {ranks}"
-            )
+            raise DataError(f"the global batch must be at least {ranks} ranks, got {global_batch}")
         for flag, value in (("--workers", workers), ("--prefetch", prefetch or 0)):
             if value < 0:
-                raise DataError(f"{flag} {value}: use 0 or more")
+                raise DataError(f"{flag} must be at least 0, got {value}")
         if data_on_device and workers:
             raise DataError(
-                f"--workers {workers} with --data-on-device: data on the device is fetched without "
-                "workers: leave out one of the flags"
+                f"--workers {workers} has no effect with --data-on-device: leave out one of the "
+                "flags"
             )
         self.rank, self.ranks, self.workers = rank, ranks, workers
         self.device = torch.device(device)
@@ -135,15 +129,13 @@ class Loader:
         )
         self.position = Position()
         self._shares: tuple[float, ...] | None = None
-        self._source: Generator[_CopiedBatch, None, None] | Prefetcher[_CopiedBatch] | None = None
-        self._stale = False  # position or shares changed: discard the batches made ahead
+        self._source: _BatchSource | None = None
+        self._stale = False  # position or shares changed: discard the prefetched batches
         self._copy_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda" and not (data_on_device and self.prefetch == 0):
             self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         self.set_shares(shares)
-
-    # -- position ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on every rank."""
@@ -161,8 +153,8 @@ class Loader:
     def set_shares(self, shares: Sequence[float] | None) -> None:
         """Use other shares from the next batch on. All ranks must call this at the same step.
 
-        Batches made ahead with the old shares are discarded and fetched again: otherwise a rank
-        that is further ahead would take samples that another rank takes too.
+        Batches prefetched with the old shares are discarded and fetched again. Otherwise, two ranks
+        could train on the same samples.
         """
         if shares is not None:
             if len(shares) != self.ranks:
@@ -171,16 +163,14 @@ class Loader:
         self._shares = None if shares is None else tuple(shares)
         self._stale = True
 
-    # -- iteration --------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Batch]:
         """The batches from `position` to the end of the current epoch."""
         return self.stream(epochs=1)
 
     def stream(self, epochs: int | None = None) -> Generator[Batch, None, None]:
-        """Batches to the end of `epochs` epochs, including the current one; endless if None.
+        """Batches to the end of `epochs` epochs, including the current epoch; endless if None.
 
-        One loop at a time: starting a loop closes the previous one.
+        Starting a loop closes the previous loop.
         """
         self.close()
         until = None if epochs is None else self.position.epoch + epochs
@@ -201,10 +191,7 @@ class Loader:
                 self.close()
 
     def indices(self, epochs: int | None = None) -> Iterator[BatchIndices]:
-        """Like `stream`, but yields only the indices, for a loop that gathers inside a CUDA graph.
-
-        Gather from `loader.samples`, which are on the device if `data_on_device` is set.
-        """
+        """Like `stream`, but yields only indices into `samples`, for a loop with a CUDA graph."""
         self.close()
         until = None if epochs is None else self.position.epoch + epochs
         while until is None or self.position.epoch < until:
@@ -218,17 +205,13 @@ class Loader:
         if source is not None:
             source.close()
 
-    # -- making a batch ---------------------------------------------------------------------------
-
-    def _open(
-        self, until: int | None
-    ) -> "Generator[_CopiedBatch, None, None] | Prefetcher[_CopiedBatch]":
+    def _open(self, until: int | None) -> "_BatchSource":
         drawn = self._draw(self.position, until)
         if self.workers:
             seed = self.sampler.order.seed
             fetched = _fetch_in_workers(self.samples, drawn, self.workers, seed)
         else:
-            fetched = ((each, self._fetch(each)) for each in drawn)
+            fetched = ((indices, self._fetch(indices)) for indices in drawn)
         batches = self._batches(fetched)
         if not self.prefetch:
             return batches
@@ -236,12 +219,10 @@ class Loader:
 
     def _draw(self, at: Position, until: int | None) -> Iterator[BatchIndices]:
         while until is None or at.epoch < until:
-            draw = self.sampler.draw(at)
+            draw, shares = self.sampler.draw(at), self._shares
             count = len(draw.indices)
-            shares = self._shares
             counts = weighted(count, shares, minimum=1) if shares else even(count, self.ranks)
-            start, stop = bounds(counts, self.rank)
-            indices = torch.from_numpy(draw.indices[start:stop])
+            indices = torch.from_numpy(draw.indices[slice(*bounds(counts, self.rank))])
             yield BatchIndices(indices, count, draw.start, draw.after)
             at = draw.after
 
@@ -276,9 +257,7 @@ class Loader:
                 t.pin_memory().to(self.device, non_blocking=True) if t.device.type == "cpu" else t
                 for t in pair
             )
-        else:
-            pair = pair[0].to(self.device), pair[1].to(self.device)
-        inputs, targets = self.samples.prepare(*pair)
+        inputs, targets = self.samples.prepare(pair[0].to(self.device), pair[1].to(self.device))
         if self._copy_stream:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copy_stream)
@@ -304,13 +283,12 @@ def evaluation_loader(
     ranks: int = 1,
     device: torch.device | str = "cpu",
     data_on_device: bool = False,
-    prefetch: int | None = None,
     workers: int = 0,
 ) -> Loader:
     """A loader whose epoch has each sample exactly once over all ranks, for any number of samples.
 
-    All ranks take the same number of steps, some perhaps with an empty last batch, so that models
-    with collectives inside (sharded, tensor-parallel) can be evaluated too.
+    All ranks take the same number of steps, some with an empty last batch, because forward may be
+    collective.
     """
     return Loader(
         samples,
@@ -321,7 +299,6 @@ def evaluation_loader(
         drop_last=False,
         device=device,
         data_on_device=data_on_device,
-        prefetch=prefetch,
         workers=workers,
     )
 
@@ -333,43 +310,40 @@ class Prefetcher(Generic[Item]):
     """Iterates over a generator that runs in a thread, at most `depth` items ahead.
 
     An exception in the thread is raised in the loop in place of its item, with the thread's
-    traceback. `close` ends and joins the thread. The thread holds no reference to the loop, so an
-    abandoned loop is garbage-collected and then closes the thread.
+    traceback. The thread holds no reference to the loop, so an abandoned loop is garbage-collected
+    and then closes the thread.
     """
 
     def __init__(self, items: Generator[Item, None, None], depth: int, name: str) -> None:
         self._ready: SimpleQueue[Future[Item]] = SimpleQueue()
         self._free = threading.Semaphore(depth)
         self._closed = False
-        # A daemon thread: a process that exits in the middle of a loop must not wait for its data.
+        # A daemon thread, because a process that exits inside a loop must not wait for data.
         self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
         self._thread.start()
 
     def _work(self, items: Generator[Item, None, None]) -> None:
         ended = False
         while not ended and self._free.acquire():
-            made: Future[Item] = Future()
+            result: Future[Item] = Future()
             try:
                 if self._closed:
                     raise RuntimeError(_LOOP_CLOSED)
-                made.set_result(next(items))
+                result.set_result(next(items))
             except BaseException as error:  # also StopIteration, which ends the loop
-                made.set_exception(error)
+                result.set_exception(error)
                 ended = True
-            self._ready.put(made)
-        items.close()  # its `finally` must run in the thread that ran the generator
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
+            self._ready.put(result)
+        items.close()  # the `finally` of the generator must run in the thread that ran it
 
     def __next__(self) -> Item:
         if self._closed:
             raise RuntimeError(_LOOP_CLOSED)
-        made = self._ready.get()
-        if made.exception() is not None:
-            self._ready.put(made)  # a later call raises the exception again
+        result = self._ready.get()
+        if result.exception() is not None:
+            self._ready.put(result)  # a later call raises the exception again
         self._free.release()
-        return made.result()
+        return result.result()
 
     def close(self) -> None:
         """End the thread after its current item, and wait until it has ended."""
@@ -385,29 +359,28 @@ def _fetch_in_workers(
     requested: deque[BatchIndices] = deque()
 
     def requests() -> Iterator[list[int]]:
-        for each in drawn:
-            requested.append(each)
-            yield each.indices.tolist()
+        for batch in drawn:
+            requested.append(batch)
+            yield batch.indices.tolist()
 
-    # The worker processes start here: forking is safest from the loop's thread.
-    pairs: Any = iter(
-        DataLoader(
-            _BatchFetch(samples),
-            batch_sampler=requests(),
-            num_workers=workers,
-            collate_fn=_unchanged,
-            # Without this argument DataLoader would draw the workers' seed from torch's global
-            # generator, and a resumed run would differ from an uninterrupted one.
-            generator=torch.Generator().manual_seed(seed),
-        )
+    loader = DataLoader(
+        _BatchFetch(samples),
+        batch_sampler=requests(),
+        num_workers=workers,
+        collate_fn=tuple,
+        # Without this argument DataLoader would draw the workers' seed from torch's global
+        # generator, and a resumed run would differ from an uninterrupted run.
+        generator=torch.Generator().manual_seed(seed),
     )
+    # The worker processes start here: forking is safest from the loop's thread.
+    pairs: Any = iter(loader)
 
     def fetched() -> _Fetched:
         try:
             for inputs, targets in pairs:
                 yield requested.popleft(), (inputs, targets)
         finally:
-            # An exception's frames may keep `pairs` alive: dropping the reference is not enough.
+            # Stop the workers explicitly: the frames of an exception may keep `pairs` alive.
             pairs._shutdown_workers()
 
     return fetched()
@@ -423,5 +396,4 @@ class _BatchFetch(MapDataset[Any]):
         return self.samples.fetch(torch.tensor(indices, dtype=torch.int64))
 
 
-def _unchanged(pair: Any) -> Any:
-    return pair
+_BatchSource = Generator[_CopiedBatch, None, None] | Prefetcher[_CopiedBatch]

@@ -1,21 +1,13 @@
 """Which samples a step takes: the next `global_batch` positions of the epoch's permutation.
 
-The sampler does not depend on ranks. The samples of a step are drawn for all ranks together and
-then divided among the ranks (split.py). So a step has the same samples with 1 rank and with 512
-ranks, and a data position is one number: how many samples of the epoch all ranks together have
-taken.
-
-The permutation is computed, not stored: the sample at a position is a function of (seed, epoch,
-position). So all ranks compute the same order without communication, a run can resume at any
-position of an epoch without extra work, and a dataset of 10⁹ samples needs no list of 10⁹ indices.
-The permutation uses no library's random generator, so after a library upgrade a run that resumes
-from a checkpoint continues in the same order.
+The samples of a step are drawn for all ranks together and then divided among the ranks (split.py).
+The sample at a position is a function of (seed, epoch, position), so all ranks compute the same
+order without communication, and a run can resume at any position, even after a library upgrade.
 
 Algorithm: a position is (row, column) in a rows × columns grid with rows · columns >= size. Each
 round adds a hash of the column to the row, then a hash of the row to the column (a Feistel network
-with modular addition instead of exclusive or). Each half round is invertible, so any number of
-rounds is a permutation of the grid. A position that lands outside `size` is mapped again until it
-lands inside (cycle walking), which keeps the result a permutation of range(size).
+with modular addition), so any number of rounds is a permutation of the grid. A position that lands
+outside `size` is mapped again until it lands inside (cycle walking).
 """
 
 import math
@@ -61,23 +53,17 @@ def shuffled(positions: Indices, size: int, seed: int, epoch: int) -> Indices:
     )
     values = positions.astype(np.uint64)
     result = np.empty_like(values)
-    outside = np.arange(len(values))  # positions whose value is not below `size` yet
+    outside = np.arange(len(values))  # positions whose value is still at least `size`
     while len(outside):
-        values = _feistel(values, rows, columns, keys)
+        row, column = np.divmod(values, np.uint64(columns))
+        for first, second in keys.reshape(-1, 2):
+            row = (row + splitmix64(column ^ first)) % np.uint64(rows)
+            column = (column + splitmix64(row ^ second)) % np.uint64(columns)
+        values = row * np.uint64(columns) + column
         inside = values < np.uint64(size)
         result[outside[inside]] = values[inside]
         outside, values = outside[~inside], values[~inside]
     return result.astype(np.int64)
-
-
-def _feistel(
-    values: npt.NDArray[np.uint64], rows: int, columns: int, keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    row, column = np.divmod(values, np.uint64(columns))
-    for first, second in keys.reshape(-1, 2):
-        row = (row + splitmix64(column ^ first)) % np.uint64(rows)
-        column = (column + splitmix64(row ^ second)) % np.uint64(columns)
-    return row * np.uint64(columns) + column
 
 
 @lru_cache(maxsize=4)
@@ -88,7 +74,7 @@ def _shuffled_block(first: int, stop: int, size: int, seed: int, epoch: int) -> 
 class EpochOrder:
     """The order of the samples in every epoch of a dataset of `size` samples."""
 
-    # Even on a short array a numpy call costs microseconds, so the order is computed in blocks of
+    # A numpy call costs microseconds even on a short array, so the order is computed in blocks of
     # 65,536 positions, 0.5 MB.
     BLOCK = 1 << 16
 
@@ -101,7 +87,6 @@ class EpochOrder:
             return np.arange(start, stop, dtype=np.int64)
         slices = [np.empty(0, dtype=np.int64)]
         for first in range(start - start % self.BLOCK, stop, self.BLOCK):
-            # The block that starts at position `first`, cut to the positions start to stop - 1.
             end = min(first + self.BLOCK, self.size)
             block = _shuffled_block(first, end, self.size, self.seed, epoch)
             slices.append(block[max(0, start - first) : stop - first])
@@ -143,11 +128,11 @@ class GlobalSampler:
         if size < 1:
             raise DataError("the dataset is empty: it has 0 samples")
         if global_batch < 1:
-            raise DataError(f"a global batch of {global_batch} samples: use 1 or more")
+            raise DataError(f"the global batch must have at least 1 sample, got {global_batch}")
         if drop_last and global_batch > size:
             raise DataError(
                 f"the global batch of {global_batch} samples is larger than the dataset of {size}: "
-                f"use a batch of at most {size}, or keep the last, shorter batch"
+                f"use at most {size} samples, or drop_last=False"
             )
         self.size, self.global_batch, self.drop_last = size, global_batch, drop_last
         self.order = EpochOrder(size, seed, shuffle)
@@ -174,13 +159,8 @@ class GlobalSampler:
 
     def state_dict(self, at: Position) -> dict[str, int | bool]:
         """Position, dataset size, seed and shuffling as JSON values, the same for any ranks."""
-        return {
-            "size": self.size,
-            "seed": self.order.seed,
-            "shuffle": self.order.shuffle,
-            "epoch": at.epoch,
-            "position": at.sample,
-        }
+        order = {"size": self.size, "seed": self.order.seed, "shuffle": self.order.shuffle}
+        return order | {"epoch": at.epoch, "position": at.sample}
 
     def position(self, state: Mapping[str, object]) -> Position:
         """The position in `state`, which must be from the same dataset in the same order.
@@ -188,22 +168,16 @@ class GlobalSampler:
         The global batch may differ: the rest of the epoch then has the same samples in the same
         order, with another number of samples per step.
         """
-        mine = self.state_dict(Position())
-        for name, cure in (
-            ("size", "resume with the dataset that the run was started with"),
-            ("seed", "resume with the same seed"),
-            ("shuffle", "resume with the same shuffling"),
-        ):
-            if state.get(name) != mine[name]:
+        current = self.state_dict(Position())
+        for name, same in (("size", "dataset"), ("seed", "seed"), ("shuffle", "shuffling")):
+            if state.get(name) != current[name]:
                 raise DataError(
-                    f"the saved data position has {name} {state.get(name)}, "
-                    f"this dataset has {mine[name]}: {cure}"
+                    f"the saved data position has {name} {state.get(name)}, this dataset has "
+                    f"{current[name]}: resume with the same {same}"
                 )
         epoch, sample = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(sample, int) and epoch >= 0):
             raise DataError(f"the saved data position is damaged: epoch {epoch}, position {sample}")
         if not 0 <= sample <= self.size:
-            raise DataError(
-                f"the saved data position {sample} is outside the dataset of {self.size} samples"
-            )
+            raise DataError(f"the saved data position {sample} is outside {self.size} samples")
         return self.normalise(Position(epoch, sample))

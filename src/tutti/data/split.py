@@ -1,7 +1,6 @@
-"""How a batch is divided among ranks: pure arithmetic on counts, the same on every rank.
+"""How a batch is divided among ranks: a list with one count per rank, the same on every rank.
 
-A division is a list with one count per rank. The counts always add up to the batch, so no sample
-is lost or duplicated; the gradient is exact if each rank's sum is divided by the global count.
+The counts always add up to the batch, so no sample is lost or duplicated.
 """
 
 import math
@@ -14,46 +13,40 @@ from tutti.data import DataError
 
 def even(count: int, ranks: int) -> list[int]:
     """Divide `count` samples evenly; if there is a remainder, the first ranks take one more."""
-    if ranks < 1:
-        raise DataError(f"a batch of {count} samples over {ranks} ranks: use 1 rank or more")
-    if count < 0:
-        raise DataError(f"a batch of {count} samples: use 0 or more")
-    least, extra = divmod(count, ranks)
-    return [least + (rank < extra) for rank in range(ranks)]
+    if ranks < 1 or count < 0:
+        raise DataError(f"a batch of {count} samples cannot be divided over {ranks} ranks")
+    quotient, remainder = divmod(count, ranks)
+    return [quotient + (rank < remainder) for rank in range(ranks)]
 
 
 def weighted(count: int, shares: Sequence[float], minimum: int = 0) -> list[int]:
     """Divide `count` samples in proportion to `shares`: largest remainder, ties to the lower rank.
 
-    No rank gets less than `minimum`, unless there are too few samples for that (the short last
-    batch of an epoch): then the minimum is 0.
+    No rank gets less than `minimum`. If there are too few samples (in the short last batch of an
+    epoch), the minimum is 0.
     """
     return list(_weighted(count, tuple(shares), minimum))
 
 
-# Cached, because exact arithmetic with fractions is slow and a run makes the same call every step.
+# Cached, because exact fractions are slow, and a run makes the same call in every step.
 @lru_cache(maxsize=256)
 def _weighted(count: int, shares: tuple[float, ...], minimum: int) -> tuple[int, ...]:
     _check_shares(shares)
     if count < 0:
-        raise DataError(f"a batch of {count} samples: use 0 or more")
+        raise DataError(f"a batch cannot have {count} samples")
     if count < minimum * len(shares):
         minimum = 0
     weights = [Fraction(share) for share in shares]
-    counts = [minimum] * len(shares)
     free = list(range(len(shares)))
     # Ranks that would get less than the minimum get the minimum, and the others divide the rest.
     # Each iteration fixes at least one more rank, so the loop ends.
     while True:
         fixed = len(shares) - len(free)
-        division = _largest_remainder(count - fixed * minimum, [weights[rank] for rank in free])
-        short = {rank for rank, part in zip(free, division, strict=True) if part < minimum}
-        if not short:
-            break
-        free = [rank for rank in free if rank not in short]
-    for rank, part in zip(free, division, strict=True):
-        counts[rank] = part
-    return tuple(counts)
+        parts = _largest_remainder(count - fixed * minimum, [weights[rank] for rank in free])
+        counts = dict(zip(free, parts, strict=True))
+        if all(part >= minimum for part in parts):
+            return tuple(counts.get(rank, minimum) for rank in range(len(shares)))
+        free = [rank for rank in free if counts[rank] >= minimum]
 
 
 def _largest_remainder(count: int, weights: Sequence[Fraction]) -> list[int]:
@@ -71,25 +64,21 @@ def measured_shares(
 ) -> list[float]:
     """Shares, summing to 1, from each rank's measured samples per second.
 
-    `smoothing` is the weight of `previous`: with 0 only the new measurement counts, with values
-    near 1 the shares change slowly. A slow rank gets fewer samples, so that all ranks reach the
-    all-reduce at the same time. Pass the same gathered rates on every rank: otherwise the ranks
-    would divide the batch differently.
+    A slow rank gets fewer samples, so that all ranks reach the all-reduce at the same time.
+    `smoothing` is the weight of `previous`. All ranks must pass the same rates.
     """
     if not 0 <= smoothing < 1:
-        raise DataError(f"smoothing {smoothing}: it must be in [0, 1)")
+        raise DataError(f"smoothing must be at least 0 and less than 1, got {smoothing}")
     _check_shares(rates, "measured samples/s")
-    total = math.fsum(rates)
-    now = [rate / total for rate in rates]
     if previous is None:
-        return now
+        previous, smoothing = rates, 0.0
     _check_shares(previous)
-    if len(previous) != len(now):
-        raise DataError(f"{len(now)} measured ranks but {len(previous)} previous shares")
-    previous_total = math.fsum(previous)
+    if len(previous) != len(rates):
+        raise DataError(f"{len(rates)} measured ranks but {len(previous)} previous shares")
+    total, previous_total = math.fsum(rates), math.fsum(previous)
     mixed = [
-        (1 - smoothing) * new + smoothing * old / previous_total
-        for new, old in zip(now, previous, strict=True)
+        (1 - smoothing) * rate / total + smoothing * share / previous_total
+        for rate, share in zip(rates, previous, strict=True)
     ]
     return [share / math.fsum(mixed) for share in mixed]
 

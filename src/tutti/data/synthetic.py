@@ -1,8 +1,7 @@
 """Synthetic data of any shape at nearly no cost, for benchmarks that should not measure loading.
 
-A sample is a window into a pool of random numbers. The window and the label are functions of the
-seed and the sample's index, so the data is the same for any number of ranks. The pool holds one
-sample plus 65,536 numbers, for any number of samples.
+A sample is a window into a pool of random numbers, one sample plus 65,536 numbers long. The window
+and the label are functions of the seed and the sample's index.
 """
 
 import math
@@ -42,7 +41,6 @@ class SyntheticSamples(Samples):
         return self.pool.unfold(0, length, 1)[self.offsets[indices % WINDOWS]]
 
     def on(self, device: torch.device) -> "SyntheticSamples":
-        """The pool, offsets and labels on `device`."""
         tensors = (t.to(device) for t in (self.pool, self.offsets, self.labels))
         return type(self)(self.size, self.shape, *tensors)
 
@@ -97,7 +95,5 @@ def _random_bits(count: int, *parts: int) -> np.ndarray[tuple[int], np.dtype[np.
 
 def _check(size: int, test: int, classes: int, *shape: int) -> None:
     if min(size, test, classes, *shape) < 1:
-        raise DataError(
-            f"synthetic data of {size} + {test} samples of {shape} with {classes} classes or "
-            "tokens: every number must be 1 or more"
-        )
+        numbers = f"samples {size} and {test}, shape {shape}, classes or vocabulary {classes}"
+        raise DataError(f"numbers of synthetic data must be 1 or more, got {numbers}")

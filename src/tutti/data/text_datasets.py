@@ -1,17 +1,13 @@
 """Text datasets: bytes of files (vocabulary 256), or a directory of token files, memory-mapped.
 
-A sample is a fixed window: sample i is tokens[i·L .. i·L + L] with L = seq_len; the input is the
-window without its last token, the target the window without its first. Neighbouring windows share
-one token, so each token is predicted exactly once per epoch.
-
-A directory of tokens:
+Sample i is the window tokens[i·L .. i·L + L] with L = seq_len. The input is the window without its
+last token, the target is the window without its first token. Files in a directory of tokens:
 
     train.bin     the tokens, raw and little-endian, without a header
     test.bin      the same (or val.bin)
     tokens.json   {"dtype": "uint16", "vocabulary": 50257, "tokens": {"train.bin": 900, …}}
 
-dtype is uint8, uint16 or uint32. The counts in `tokens` are optional and detect truncation. Raw
-uint16 files from other tools need only a tokens.json beside them.
+dtype is uint8, uint16 or uint32. The counts in `tokens` are optional and detect truncation.
 """
 
 import json
@@ -42,16 +38,16 @@ class TokenSamples(Samples):
 
     def __init__(self, tokens: Tokens | Tensor, seq_len: int, vocabulary: int, name: str) -> None:
         if seq_len < 1:
-            raise DataError(f"a sequence length of {seq_len}: use 1 or more")
+            raise DataError(f"the sequence length must be at least 1, got {seq_len}")
         if len(tokens) < seq_len + 1:
             raise DataError(
-                f"{name} has {len(tokens)} tokens, one window of sequence length {seq_len} needs "
-                f"{seq_len + 1}: use a shorter sequence or more text"
+                f"{name} has {len(tokens)} tokens, sequence length {seq_len} needs {seq_len + 1}: "
+                "use a shorter sequence or more text"
             )
         self.seq_len, self.vocabulary, self.name = seq_len, vocabulary, name
         if isinstance(tokens, np.ndarray):
             # torch supports few operations on uint16 and uint32: the bits are stored as signed
-            # integers, and the sign extension is masked off when they are widened.
+            # integers, and the sign extension is masked off in the conversion to int64.
             signed = {1: np.uint8, 2: np.int16, 4: np.int32}[tokens.dtype.itemsize]
             tokens = torch.from_numpy(tokens.view(signed))
         self.tokens: Tensor = tokens
@@ -62,33 +58,33 @@ class TokenSamples(Samples):
     def fetch(self, indices: Tensor) -> Pair:
         # A view of all windows takes no memory; indexing copies the selected ones.
         windows = self.tokens.unfold(0, self.seq_len + 1, self.seq_len)[indices]
-        wide = windows.long() & ((1 << 8 * windows.element_size()) - 1)
         # On a GPU the check would synchronise at each step; on() has checked all tokens once.
-        if wide.device.type == "cpu" and wide.numel():
-            self._check(wide)
-        return wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
+        tokens = self._as_int64(windows, check=windows.device.type == "cpu")
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def on(self, device: torch.device) -> "TokenSamples":
         """The tokens on `device`, in the stored integer type."""
         if device.type != "cpu":
             for chunk in torch.split(self.tokens, 1 << 24):
-                self._check(chunk.long() & ((1 << 8 * chunk.element_size()) - 1))
+                self._as_int64(chunk, check=True)
         try:
             tokens = self.tokens.to(device)
         except torch.OutOfMemoryError as error:
+            size = f"{self.tokens.nbytes} bytes of tokens"
             raise DataError(
-                f"--data-on-device: {self.tokens.nbytes} bytes of tokens do not fit into {device}: "
-                "leave out the flag"
+                f"{size} do not fit into {device}: leave out --data-on-device"
             ) from error
         return TokenSamples(tokens, self.seq_len, self.vocabulary, self.name)
 
-    def _check(self, wide: Tensor) -> None:
+    def _as_int64(self, stored: Tensor, check: bool) -> Tensor:
+        tokens = stored.long() & ((1 << 8 * stored.element_size()) - 1)
         # The embedding's own error, a CUDA assertion on a GPU, names neither file nor token.
-        if (largest := int(wide.max())) >= self.vocabulary:
+        if check and tokens.numel() and (largest := int(tokens.max())) >= self.vocabulary:
             raise DataError(
                 f"{self.name} has token {largest}, but a vocabulary of {self.vocabulary}: "
                 "correct the vocabulary or the dtype in tokens.json"
             )
+        return tokens
 
 
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
@@ -96,56 +92,25 @@ def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
     directory = Path(directory)
     if not directory.is_dir():
         problem = "is a file" if directory.is_file() else "does not exist"
-        raise DataError(
-            f"token directory {directory} {problem}: give a directory with train.bin, test.bin and "
-            "tokens.json"
-        )
-    metadata = _read_metadata(directory / "tokens.json")
-    test = directory / "test.bin"
-    test = test if test.is_file() else directory / "val.bin"
-    train, held_out = (
-        TokenSamples(_map(path, metadata), seq_len, metadata["vocabulary"], str(path))
-        for path in (directory / "train.bin", test)
-    )
-    return Dataset(directory.name, train, held_out, vocabulary=metadata["vocabulary"])
-
-
-def save_tokens(
-    directory: Path | str, train: Tokens, test: Tokens, vocabulary: int, dtype: str = "uint16"
-) -> None:
-    """Write a directory that token_dataset reads."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    files = {"train.bin": np.asarray(train), "test.bin": np.asarray(test)}
-    for name, tokens in files.items():
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-            raise DataError(
-                f"{name} would have tokens {tokens.min()} to {tokens.max()}: outside a vocabulary "
-                f"of {vocabulary}"
-            )
-        if vocabulary - 1 > np.iinfo(dtype).max:
-            raise DataError(f"a vocabulary of {vocabulary} does not fit {dtype}: use uint32")
-        (directory / name).write_bytes(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-    counts = {name: len(tokens) for name, tokens in files.items()}
-    metadata = {"dtype": dtype, "vocabulary": vocabulary, "tokens": counts}
-    (directory / "tokens.json").write_text(json.dumps(metadata) + "\n")
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    example = '{"dtype": "uint16", "vocabulary": 50257}'
+        files = "train.bin, test.bin and tokens.json"
+        raise DataError(f"token directory {directory} {problem}: give a directory with {files}")
+    path, example = directory / "tokens.json", '{"dtype": "uint16", "vocabulary": 50257}'
     try:
         metadata = json.loads(path.read_bytes())
         dtype, vocabulary = metadata["dtype"], metadata["vocabulary"]
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist: write it, such as {example}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} does not parse ({error!r}): write it as in {example}") from error
+        raise DataError(f"{path} does not parse ({error!r}): expected {example}") from error
     if dtype not in DTYPES or type(vocabulary) is not int or vocabulary < 1:
-        raise DataError(
-            f"{path} has dtype {dtype!r} and vocabulary {vocabulary!r}, expected one of "
-            f"{', '.join(DTYPES)} and a number above 0"
-        )
-    return dict(metadata)
+        content = f"dtype {dtype!r} and vocabulary {vocabulary!r}"
+        raise DataError(f"{path} has {content}, expected {', '.join(DTYPES)} and at least 1")
+    test = directory / "test.bin"
+    train_samples, test_samples = (
+        TokenSamples(_map(path, metadata), seq_len, vocabulary, str(path))
+        for path in (directory / "train.bin", test if test.is_file() else directory / "val.bin")
+    )
+    return Dataset(directory.name, train_samples, test_samples, vocabulary=vocabulary)
 
 
 def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
@@ -165,9 +130,7 @@ def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
     return np.memmap(path, dtype=dtype, mode="c").view(dtype.newbyteorder("="))
 
 
-def byte_dataset(
-    path: Path | str, seq_len: int, *, test_fraction: float = TEST_FRACTION
-) -> Dataset:
+def byte_dataset(path: Path | str, seq_len: int) -> Dataset:
     """The bytes of a file, or of all files below a directory in the order of their paths.
 
     The test set is the end of the text. Names that begin with a dot are skipped.
@@ -181,24 +144,22 @@ def byte_dataset(
         text = _concatenate(_files(path))
     else:
         raise DataError(f"text {path} does not exist: give a file or a directory")
-    if not 0 < test_fraction < 1:
-        raise DataError(f"a test fraction of {test_fraction}: it must be in (0, 1)")
     window = seq_len + 1
     if len(text) < 2 * window:
         raise DataError(
-            f"{path} has {len(text)} bytes, one window for training and one for test need "
-            f"2 × {window}: use a shorter sequence or more text"
+            f"{path} has {len(text)} bytes, a training window and a test window need 2 × {window}: "
+            "use a shorter sequence or more text"
         )
-    # At least one window in each set, even for a short text.
-    end = len(text) - min(max(round(len(text) * test_fraction), window), len(text) - window)
+    # Each set has at least one window, even for a short text.
+    end = len(text) - min(max(round(len(text) * TEST_FRACTION), window), len(text) - window)
     return _splits(path.name, text[:end], text[end:], seq_len)
 
 
 def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     """The source code of Python's standard library: real text that needs no download.
 
-    The same bytes on all machines with the same Python version, at most `limit`. Every twentieth
-    module is in the test set: the last modules in path order would differ in kind from the rest.
+    At most `limit` bytes, the same on all machines with the same Python version. Every twentieth
+    module is in the test set, because the last modules in path order differ from the others.
     """
     root = Path(sysconfig.get_path("stdlib"))
     # Leave out installed packages, tests and tables of code points, and also build files, which

@@ -1,134 +1,45 @@
-"""Training under a layout, compared step by step with the single device.
+"""Training under each layout, compared step by step with the single device, and the results table.
 
-The tested code is that of `tutti train`: build_engine, the loader's division of the batch, Step and
-build_optimizer. Every rank compares the full tensors of the parameters that it holds, so ranks
-that should agree and do not are detected, and pipeline stages need not exchange tensors.
+The check runs the code of `tutti train`. Every rank compares the full tensors of its parameters,
+which detects ranks with different values of one parameter.
 """
 
+import gc
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tutti import comm
-from tutti.data import Loader
+from tutti.comm.collectives import broadcast_coalesced
+from tutti.data import evaluation_loader
 from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import local_shard
 from tutti.parallel.sync_batchnorm import JointBatchNorm
-from tutti.parity.single_device import (
-    BETAS,
-    MOMENTUM,
-    WEIGHT_DECAY,
-    OptimizerName,
-    Scales,
-    StepRecord,
-)
-from tutti.parity.tolerances import TOLERANCES
-from tutti.parity.workload import Workload
-from tutti.train.init import build_optimizer
+from tutti.parity import diagnosis, single_device
+from tutti.parity.diagnosis import Difference, Scalar, StepDifference, worst
+from tutti.parity.parity_options import TOLERANCES
+from tutti.parity.single_device import OptimizerName, Scales, StepRecord, Workload
+from tutti.train.init import agree, build_optimizer
 from tutti.train.recipe import Compute, Optimization
 from tutti.train.step import Step, Task
+from tutti.world.errors import UsageError
 from tutti.world.world import World
+
+Row = dict[str, Any]
 
 # full_tensor() warns that gathering over two mesh axes takes two steps. The parity check need not
 # be fast, so the warning is disabled.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-class Difference(NamedTuple):
-    """A tensor a (a gradient, an update or a buffer) compared with the reference's tensor b."""
-
-    name: str
-    error: float
-    """max |a − b| / max |b|, the largest over all ranks that hold the tensor."""
-    factor: float = 1.0
-    """The least-squares factor f between a and b: f·b is nearest to a."""
-    residual: float = 0.0
-    """max |a − f·b| / max |b|: the error that the factor does not explain."""
-    spread: float = 0.0
-    """Largest minus smallest factor (or residual) of the ranks that should hold the same values."""
-
-
-class Scalar(NamedTuple):
-    """A number a (the loss or the norm) compared with the reference's number b."""
-
-    error: float
-    factor: float
-
-    @classmethod
-    def between(cls, a: float, b: float) -> "Scalar":
-        """Return |a − b| / |b| and a / b; the error of a number that is not finite is infinite."""
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return cls(math.inf, math.nan)
-        if b == 0:
-            return cls(0.0, 1.0) if a == 0 else cls(math.inf, math.inf)
-        return cls(abs(a - b) / abs(b), a / b)
-
-
-@dataclass(frozen=True)
-class StepDifference:
-    """The differences of one step, in the order in which the values are computed."""
-
-    loss: Scalar
-    gradients: Sequence[Difference]
-    """Of gradients after the reduction over ranks and before clipping."""
-    norm: Scalar
-    """The global norm that the gradients were clipped by."""
-    updates: Sequence[Difference]
-    """Parameters after the step minus the initial parameters."""
-    buffers: Sequence[Difference] = ()
-    """Buffers after the step. Training does not read them, so no value above depends on them."""
-    own_buffers: Sequence[str] = ()
-    """Buffers that depend on each data rank's own samples and are not compared."""
-
-
-def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
-    """Return the differences above the tolerance; NaN counts as above."""
-    return [each for each in differences if not each.error <= tolerance]
-
-
-def worst(differences: Iterable[Difference]) -> Difference:
-    return max(differences, key=lambda each: each.error if each.error == each.error else math.inf)
-
-
-def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
-    """Return one difference per name: the worst of the ranks that hold the tensor, and the spread
-    between these ranks."""
-    found: dict[str, list[Difference]] = {}
-    for differences in by_rank:
-        for each in differences:
-            found.setdefault(each.name, []).append(each)
-    merged = []
-    for name, ranks in found.items():
-        factors = [each.factor for each in ranks]
-        residuals = [each.residual for each in ranks]
-        spread = max(max(factors) - min(factors), max(residuals) - min(residuals))
-        merged.append(worst(ranks)._replace(name=name, spread=spread))
-    return merged
-
-
-def buffers_of_own_samples(
-    by_rank: Sequence[tuple[int, Sequence[Difference]]], tolerance: float
-) -> list[str]:
-    """Return the buffers that differ between data ranks and agree within each data rank.
-
-    by_rank: the data rank and the differences of every rank.
-    """
-    differ_within = {
-        each.name
-        for one in {data_rank for data_rank, _ in by_rank}
-        for each in merge_ranks(found for data_rank, found in by_rank if data_rank == one)
-        if each.spread > tolerance
-    }
-    everywhere = merge_ranks(found for _, found in by_rank)
-    return [e.name for e in everywhere if e.spread > tolerance and e.name not in differ_within]
 
 
 def make_engine(workload: Workload, layout: Layout, world: World) -> Engine:
@@ -164,11 +75,12 @@ def train_under_layout(
         if parameter.requires_grad
     }
     start = {n: _full(p) for n, p in parameters.items()}
-    optimizer = build_optimizer(
-        engine.model,
-        Optimization(optimizer=name, momentum=MOMENTUM, betas=BETAS, weight_decay=WEIGHT_DECAY),
-        scales.sgd_lr if name == "sgd" else scales.adamw_lr,
+    momentum, betas = single_device.MOMENTUM, single_device.BETAS
+    optimization = Optimization(
+        name, momentum=momentum, betas=betas, weight_decay=single_device.WEIGHT_DECAY
     )
+    lr = scales.sgd_lr if name == "sgd" else scales.adamw_lr
+    optimizer = build_optimizer(engine.model, optimization, lr)
     if name == "adamw":
         for group in optimizer.param_groups:
             group["eps"] = scales.eps
@@ -182,14 +94,9 @@ def train_under_layout(
         workload.microbatches(mesh.layout),
         scales.clip,
     )
-    loader = Loader(
-        workload.samples,
-        workload.batch,
-        rank=mesh.data_rank,
-        ranks=mesh.layout.data_ranks,
-        shuffle=False,
-        drop_last=False,
-        device=device,
+    ranks = mesh.layout.data_ranks
+    loader = evaluation_loader(
+        workload.samples, workload.batch // ranks, rank=mesh.data_rank, ranks=ranks, device=device
     )
     tolerance = TOLERANCES[options.precision]
     # AdamW moves every parameter about equally far. A much smaller update has a gradient near zero,
@@ -210,17 +117,21 @@ def train_under_layout(
             "clip_factor": recorder.clip_factor,
             "data_rank": mesh.data_rank,
         }
-        ranks = comm.gather_json(compared)
-        own = _own_buffers(engine, ranks, tolerance.buffer)
+        all_ranks = comm.gather_json(compared)
+        own = _own_buffers(engine, all_ranks, tolerance.buffer)
         # Gradients scaled down x times too much were divided by a norm that is x times too large.
-        clipped = [each for rank in ranks if (each := rank["clip_factor"]) is not None]
+        clipped = [each for rank in all_ranks if (each := rank["clip_factor"]) is not None]
         norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
+        merged = {
+            kind: _merge(all_ranks, kind, getattr(record, kind))
+            for kind in ("gradients", "updates", "buffers")
+        }
         yield StepDifference(
             loss=Scalar.between(float(loss), record.loss),
-            gradients=_all_ranks(ranks, "gradients", record.gradients),
+            gradients=merged["gradients"],
             norm=max(norms, key=lambda norm: norm.error, default=Scalar(0.0, 1.0)),
-            updates=_all_ranks(ranks, "updates", record.updates),
-            buffers=[e for e in _all_ranks(ranks, "buffers", record.buffers) if e.name not in own],
+            updates=merged["updates"],
+            buffers=[each for each in merged["buffers"] if each.name not in own],
             own_buffers=own,
         )
     loader.close()
@@ -230,15 +141,12 @@ class _GradientRecorder:
     """Records a step's gradients before clipping, and the factor by which they were clipped."""
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
+        self, engine: Engine, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
     ) -> None:
         self.parameters = parameters
         self.gradients: dict[str, Tensor] = {}
+        # The factor of this rank's shards; None if all of their gradients are zero.
         self.clip_factor: float | None = None
-        """The factor of this rank's shards; None if all of their gradients are zero."""
         self._before: dict[str, Tensor] = {}
         self._run = engine.run
         engine.run = self._run_and_record  # type: ignore[method-assign]
@@ -271,63 +179,181 @@ def _full(tensor: Tensor) -> Tensor:
     return full.double().clone()
 
 
-def compare_tensors(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
-    """Compare two tensors; errors are relative to max |b|, or to `least` if that is larger.
-
-    Values of b that are not finite (a causal mask's -inf) must be equal in a.
-    """
-    finite = b.isfinite()
-    if not finite.all():
-        if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
-            return Difference(name, math.inf)
-        a, b = a[finite], b[finite]
-    if not b.numel():
-        return Difference(name, 0.0)
-    scale = max(float(b.abs().max()), least) or 1.0
-    squares = float((b * b).sum())
-    factor = float((a * b).sum()) / squares if squares else 1.0
-    error, residual = (float((a - f * b).abs().max()) / scale for f in (1.0, factor))
-    return Difference(name, error, factor, residual)
-
-
 def _compare_all(
     tensors: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
     floor: float,
     floored: Collection[str] | None = None,
 ) -> list[Difference]:
-    """Compare tensors by name.
-
-    floored: names to which the floor applies (not those of integer counters); None: all names.
-    """
+    """Compare tensors by name. The floor applies to the names in `floored`, by default to all."""
     floored = reference.keys() if floored is None else floored
     values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
     least = floor * max((float(each.abs().max()) for each in values), default=0.0)
     return [
-        compare_tensors(name, tensor, reference[name], least if name in floored else 0.0)
+        diagnosis.compare_tensors(name, tensor, reference[name], least if name in floored else 0.0)
         for name, tensor in tensors.items()
     ]
 
 
 def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
-    """Return the buffers that depend on each data rank's own samples.
-
-    The parity check synchronises batch norms, so their buffers do not depend on one rank's samples.
-    """
+    """Return the buffers that depend on each data rank's own samples."""
     if engine.mesh.layout.data_ranks == 1:
         return []
     modules = engine.model.named_modules()
     synchronised = [name for name, module in modules if isinstance(module, JointBatchNorm)]
+    # The parity check synchronises batch norms over all data ranks.
     batch_norms = {name for names in comm.gather_json(synchronised) for name in names}
     found = [(each["data_rank"], [Difference(*b) for b in each["buffers"]]) for each in ranks]
-    own = buffers_of_own_samples(found, tolerance)
+    own = diagnosis.buffers_of_own_samples(found, tolerance)
     return [each for each in own if each.rpartition(".")[0] not in batch_norms]
 
 
-def _all_ranks(
+def _merge(
     ranks: Sequence[Mapping[str, Any]], kind: str, reference: Mapping[str, Tensor]
 ) -> list[Difference]:
     """Return one difference per tensor; a tensor that no rank holds has an infinite error."""
-    found = merge_ranks([Difference(*each) for each in rank[kind]] for rank in ranks)
+    found = diagnosis.merge_ranks([Difference(*each) for each in rank[kind]] for rank in ranks)
     missing = reference.keys() - {each.name for each in found}
     return found + [Difference(name, math.inf) for name in sorted(missing)]
+
+
+# -- all layouts -----------------------------------------------------------------------------------
+
+_COMPARED = (  # keys of a row that are null if the layout could not be compared
+    *("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err", "buffer_rel_err"),
+    *("worst_parameter", "worst_role", "worst_buffer", "own_buffers", "diagnosis", "ok"),
+)
+
+
+def check_layouts(workload: Workload, layouts: Sequence[Layout], world: World) -> Iterator[Row]:
+    """Yield a row for each layout, the same on every rank. Collective."""
+    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 must not use TF32
+    reference = Reference(workload, world)
+    for layout in layouts:
+        yield check_layout(workload, layout, world, reference)
+        gc.collect()  # reference cycles of engines keep their process groups alive
+
+
+class Reference:
+    """The records of the single device: computed by rank 0 and broadcast, once for all layouts."""
+
+    def __init__(self, workload: Workload, world: World) -> None:
+        self.workload = workload
+        self.world = world
+        device = world.device
+        scales = asdict(single_device.derive_scales(workload, device)) if world.is_first else None
+        self.scales = Scales(**comm.gather_json(scales)[0])
+        self._records: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
+
+    def records(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
+        """Return the single device's records of all steps with this optimizer. Collective."""
+        key = name, 1, 1
+        if self.workload.by_microbatch:
+            key = name, layout.data_ranks, self.workload.microbatches(layout)
+        if key not in self._records:
+            self._records[key] = self._train(name, layout)
+        return self._records[key]
+
+    def _train(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
+        workload, device = self.workload, self.world.device
+        records: list[StepRecord] = []
+        if self.world.is_first:
+            records = list(
+                single_device.train_single_device(workload, name, self.scales, layout, device)
+            )
+        scalars = comm.gather_json([(record.loss, record.norm) for record in records])[0]
+        if not self.world.is_first:
+            model = workload.make_model().to(device, torch.float64)
+            trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+            for loss, norm in scalars:
+                gradients, updates = (
+                    {n: torch.empty_like(p) for n, p in trained.items()} for _ in range(2)
+                )
+                records.append(
+                    StepRecord(loss, gradients, norm, updates, single_device.buffers_of(model))
+                )
+        for record in records:
+            named = (record.gradients, record.updates, record.buffers)
+            broadcast_coalesced([tensor for tensors in named for tensor in tensors.values()])
+        return records
+
+
+def check_layout(workload: Workload, layout: Layout, world: World, reference: Reference) -> Row:
+    """Train under a layout with both optimizers; returns the row of the layout. Collective."""
+    microbatches = workload.microbatches(layout)
+    row: Row = {"layout": str(layout), "ranks": layout.size, "microbatches": microbatches}
+    results: dict[OptimizerName, list[StepDifference]] = {}
+    for name in single_device.OPTIMIZERS:
+        try:
+            engine = agree(lambda: make_engine(workload, layout, world))
+        except UsageError as error:
+            return row | dict.fromkeys(_COMPARED) | {"not_applicable": str(error)}
+        records = reference.records(name, layout)
+        trained = train_under_layout(engine, workload, name, reference.scales, records)
+        results[name] = list(trained)
+        row["engine"] = engine.description
+    tolerance = TOLERANCES[workload.options.precision]
+    setting = diagnosis.Setting(layout, microbatches, workload.counts, workload.roles)
+    steps = [*results["sgd"], *results["adamw"]]
+    gradient = worst([each for step in steps for each in step.gradients])
+    buffers = [each for step in steps for each in step.buffers]
+    buffer = worst(buffers) if buffers else None
+    # SGD first, because its updates are proportional to the gradients.
+    text = diagnosis.diagnose(results["sgd"], setting, tolerance)
+    if text is None and (text := diagnosis.diagnose(results["adamw"], setting, tolerance)):
+        text = f"with AdamW only: {text}"
+    return row | {
+        "loss_rel_err": max(step.loss.error for step in steps),
+        "grad_rel_err": gradient.error,
+        "norm_rel_err": max(step.norm.error for step in steps),
+        "update_rel_err": {name: worst(each[-1].updates).error for name, each in results.items()},
+        "buffer_rel_err": buffer.error if buffer else None,
+        "worst_parameter": gradient.name,
+        "worst_role": workload.roles.get(gradient.name),
+        "worst_buffer": buffer.name if buffer else None,
+        "own_buffers": sorted({name for step in steps for name in step.own_buffers}),
+        "diagnosis": text,
+        "ok": text is None,
+        "not_applicable": None,
+    }
+
+
+class ParityTable:
+    """Prints a row for each layout as soon as it is compared, and why a layout failed."""
+
+    def __init__(self, layouts: Sequence[Layout], title: str) -> None:
+        self._console = Console(highlight=False)
+        self._width = max(6, *(len(str(layout)) for layout in layouts))
+        self._console.print(Text(title))
+        columns = " ".join(
+            f"{name:>5}" for name in ("loss", "grad", "norm", "sgd", "adamw", "stats")
+        )
+        self._print(f"{'layout':<{self._width}} {columns}         worst parameter")
+
+    def add(self, row: Row) -> None:
+        layout = f"{row['layout']:<{self._width}}"
+        if row["not_applicable"]:
+            self._print(f"{layout} not applicable: {row['not_applicable']}")
+            return
+        errors = [row[f"{name}_rel_err"] for name in ("loss", "grad", "norm")]
+        errors += [*row["update_rel_err"].values(), row["buffer_rel_err"]]
+        cells = " ".join("    -" if error is None else f"{error:5.0e}" for error in errors)
+        verdict, color = ("ok", "green") if row["ok"] else ("FAILED", "red")
+        name = row["worst_parameter"].removesuffix(".weight")
+        self._print(f"{layout} {cells}  ", (f"{verdict:<6}", color), f" {name}")
+        if row["diagnosis"]:
+            text = row["diagnosis"]
+            if row["worst_buffer"] is None or row["worst_buffer"] not in text:
+                text += f" (worst: {row['worst_parameter']}, {row['worst_role']})"
+            self._print((f"{row['layout']} FAILED: {text}", "red"))
+        if row["own_buffers"]:
+            first, *others = row["own_buffers"]
+            more = f" and {len(others)} more" if others else ""
+            self._print(
+                f"{row['layout']} note: not compared: {first}{more}. These buffers depend on each "
+                "data rank's own samples; evaluation and checkpoints use the buffers of rank 0"
+            )
+
+    def _print(self, *parts: str | tuple[str, str]) -> None:
+        # One line per row, for grep; a narrow terminal wraps the line itself.
+        self._console.print(Text.assemble(*parts), soft_wrap=True)

@@ -1,17 +1,116 @@
-"""Diagnosis: the probable cause of a layout's errors, in one line.
+"""Differences between a layout and the single device, and a diagnosis: their probable cause.
 
-A step computes loss and gradients, then the norm, then the update. The first of these that is wrong
-is reported, not the errors that follow from it. Buffers are checked last: training does not read
-them.
+Only the first wrong value of a step is reported, because later errors follow from it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from tutti.parallel.layout import Layout
-from tutti.parity.compare import Difference, StepDifference, worst, wrong
-from tutti.parity.tolerances import Tolerance
+from tutti.parity.parity_options import Tolerance
+
+
+class Difference(NamedTuple):
+    """A tensor a (a gradient, an update or a buffer) compared with the reference's tensor b.
+
+    error: max |a − b| / max |b|, the largest over all ranks that hold the tensor. factor: the
+    least-squares factor f, for which f·b is nearest to a. residual: max |a − f·b| / max |b|, the
+    error that the factor does not explain. spread: largest minus smallest factor (or residual) of
+    the ranks that should hold the same values.
+    """
+
+    name: str
+    error: float
+    factor: float = 1.0
+    residual: float = 0.0
+    spread: float = 0.0
+
+
+class Scalar(NamedTuple):
+    """A number a (the loss or the norm) compared with the reference's number b."""
+
+    error: float
+    factor: float
+
+    @classmethod
+    def between(cls, a: float, b: float) -> "Scalar":
+        """Return |a − b| / |b| and a / b; the error of a number that is not finite is infinite."""
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return cls(math.inf, math.nan)
+        if b == 0:
+            return cls(0.0, 1.0) if a == 0 else cls(math.inf, math.inf)
+        return cls(abs(a - b) / abs(b), a / b)
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The differences of one step, in the order in which the values are computed."""
+
+    loss: Scalar
+    gradients: Sequence[Difference]  # after the reduction over ranks, before clipping
+    norm: Scalar  # the global norm for clipping
+    updates: Sequence[Difference]  # parameters after the step minus the initial parameters
+    buffers: Sequence[Difference] = ()  # after the step; training does not read buffers
+    own_buffers: Sequence[str] = ()  # depend on each data rank's own samples; not compared
+
+
+def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
+    """Return the differences above the tolerance; NaN counts as above."""
+    return [each for each in differences if not each.error <= tolerance]
+
+
+def worst(differences: Iterable[Difference]) -> Difference:
+    return max(differences, key=lambda each: each.error if each.error == each.error else math.inf)
+
+
+def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
+    """Return the worst difference of each name over all ranks, with the spread between ranks."""
+    by_name: dict[str, list[Difference]] = {}
+    for difference in chain.from_iterable(by_rank):
+        by_name.setdefault(difference.name, []).append(difference)
+    merged = []
+    for ranks in by_name.values():
+        factors = [each.factor for each in ranks]
+        residuals = [each.residual for each in ranks]
+        spread = max(max(factors) - min(factors), max(residuals) - min(residuals))
+        merged.append(worst(ranks)._replace(spread=spread))
+    return merged
+
+
+def buffers_of_own_samples(
+    by_rank: Sequence[tuple[int, Sequence[Difference]]], tolerance: float
+) -> list[str]:
+    """Return the buffers that differ between data ranks and agree within each data rank."""
+
+    def differing(ranks: Iterable[Sequence[Difference]]) -> list[str]:
+        return [each.name for each in merge_ranks(ranks) if each.spread > tolerance]
+
+    within: set[str] = set()
+    for data_rank in {data_rank for data_rank, _ in by_rank}:
+        within.update(differing(found for number, found in by_rank if number == data_rank))
+    return [name for name in differing(found for _, found in by_rank) if name not in within]
+
+
+def compare_tensors(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
+    """Compare two tensors; errors are relative to max |b|, or to `least` if that is larger."""
+    finite = b.isfinite()
+    if not finite.all():  # for example -inf in a causal mask, which must be equal in a
+        if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
+            return Difference(name, math.inf)
+        a, b = a[finite], b[finite]
+    if not b.numel():
+        return Difference(name, 0.0)
+    scale = max(float(b.abs().max()), least) or 1.0
+    squares = float((b * b).sum())
+    factor = float((a * b).sum()) / squares if squares else 1.0
+    error, residual = (float((a - f * b).abs().max()) / scale for f in (1.0, factor))
+    return Difference(name, error, factor, residual)
 
 
 @dataclass(frozen=True)
@@ -20,10 +119,8 @@ class Setting:
 
     layout: Layout
     microbatches: int
-    samples: Sequence[int]
-    """The samples of each step, over all ranks."""
-    roles: Mapping[str, str]
-    """The role of each parameter in its model."""
+    samples: Sequence[int]  # of each step, over all ranks
+    roles: Mapping[str, str]  # of each parameter in the model
 
 
 def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Tolerance) -> str | None:
@@ -38,27 +135,22 @@ def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Toler
         elif bad := wrong(step.updates, tolerance.update):
             text = (
                 f"gradients and norm agree, but the update of {len(bad)} of {len(step.updates)} "
-                f"parameters differs, most for {_worst_name(bad, setting)}: check learning rate, "
-                "weight decay and the optimizer's state"
+                f"parameters differs; the worst is {_worst_name(bad, setting)}: check learning "
+                "rate, weight decay and the optimizer's state"
             )
         elif bad := wrong(step.buffers, tolerance.buffer):
             text = _buffers(bad, step, tolerance)
         else:
             continue
-        return f"{_when(number, setting)}{text}"
+        if number == 0:
+            return text
+        count, ranks = setting.samples[number], setting.layout.data_ranks
+        when = f"only from step {number + 1} on"
+        if count % (ranks * setting.microbatches):
+            when += f", whose {count} samples are not divisible by {ranks} data ranks × "
+            when += f"{setting.microbatches} microbatches"
+        return f"{when}: {text}"
     return None
-
-
-def _when(number: int, setting: Setting) -> str:
-    """Return an empty string for the first step, and a text that names any later step."""
-    if number == 0:
-        return ""
-    count, ranks = setting.samples[number], setting.layout.data_ranks
-    uneven = ""
-    if count % (ranks * setting.microbatches):
-        uneven = f", whose {count} samples are not divisible by {ranks} data ranks × "
-        uneven += f"{setting.microbatches} microbatches"
-    return f"only from step {number + 1} on{uneven}: "
 
 
 def _gradients(
@@ -68,37 +160,37 @@ def _gradients(
     samples: int,
     tolerance: Tolerance,
 ) -> str:
-    total, most = len(step.gradients), _worst_name(bad, setting)
+    total, worst_name = len(step.gradients), _worst_name(bad, setting)
     factor = _common_factor(bad, tolerance)
     # Whether ranks hold different values of the same gradient.
     disagree = any(each.spread > tolerance.gradient for each in bad)
     if any(not math.isfinite(each.error) for each in bad):
-        return f"gradients are not finite or missing, for example that of {most}"
+        return f"gradients are not finite or missing, for example that of {worst_name}"
     if len(bad) == total and factor is not None:
         return f"gradients are {_size(factor)}: {_cause(factor, setting)}"
     roles = {setting.roles.get(each.name, "unknown") for each in bad}
     if len(bad) < total and len(roles) == 1:
         return _one_role(bad, roles.pop(), factor, disagree, setting)
-    which = (
+    differ = (
         f"{len(bad)} of {total} gradients differ" if len(bad) < total else "all gradients differ"
     )
     if disagree:
         axes = _shared_axes(setting.layout)
-        return f"{which}, and ranks disagree, most for {most}: not summed over {axes}"
+        return f"{differ} between ranks; the worst is {worst_name}: not summed over {axes}"
     if factor is not None:
-        return f"{which}, by a common factor: they are {_size(factor)}: {_cause(factor, setting)}"
+        return f"{differ} by a common factor: they are {_size(factor)}: {_cause(factor, setting)}"
     missing = (1 - step.loss.factor) * samples
     loss_differs = step.loss.error > tolerance.loss
     if loss_differs and 0.4 < abs(missing) < 0.1 * samples + 1:
         count = max(1, round(abs(missing)))
         problem = f"{'is' if count == 1 else 'are'} {'missing' if missing > 0 else 'counted twice'}"
         return (
-            f"{which} by no common factor, and the loss is {step.loss.factor:.4f} × the expected "
-            f"one: {count} of the step's {samples} samples {problem}"
+            f"{differ} by no common factor, and the loss is {step.loss.factor:.4f} × the expected "
+            f"loss: {count} of the step's {samples} samples {problem}"
         )
-    loss = ", and the loss differs" if loss_differs else ", while the loss agrees"
+    loss = "and the loss differs" if loss_differs else "but the loss agrees"
     hint = ": different samples or weights" if len(bad) == total and loss_differs else ""
-    return f"{which} by no common factor{loss}{hint}; most for {most}"
+    return f"{differ} by no common factor, {loss}{hint}; the worst is {worst_name}"
 
 
 def _one_role(
@@ -112,35 +204,34 @@ def _one_role(
             f"only {bad[0].name}, the tied embedding, is wrong ({problem}): its gradient is the "
             "sum of the embedding's and the head's"
         )
-    if len(bad) == 1:
-        who = f"only {bad[0].name} ({role}) is wrong{size}"
-    else:
-        who = f"only {role} parameters are wrong{size}, {len(bad)} of {total}"
-        who += f", most {worst(bad).name}"
+    wrong_part = f"only {bad[0].name} ({role}) is wrong{size}"
+    if len(bad) > 1:
+        wrong_part = f"only {role} parameters are wrong{size}, {len(bad)} of {total}; the worst is "
+        wrong_part += worst(bad).name
     if role == "norm" and setting.layout.tp > 1 and (disagree or factor is None):
-        return f"{who}: not reduced over tp (each rank has a part of the sequence)"
+        return f"{wrong_part}: not reduced over tp (each rank has a part of the sequence)"
     if disagree:
-        return f"{who}, and ranks disagree: not summed over {_shared_axes(setting.layout)}"
+        return f"{wrong_part}, and ranks disagree: not summed over {_shared_axes(setting.layout)}"
     if factor is None:
-        return f"{who}, by no common factor"
-    return f"{who}: {_cause(factor, setting)}"
+        return f"{wrong_part}, by no common factor"
+    return f"{wrong_part}: {_cause(factor, setting)}"
 
 
 def _loss(factor: float, setting: Setting) -> str:
     causes = list(_equal_sizes(factor, setting))
-    text = f"the loss is {_size(factor)}, while all gradients agree"
+    text = f"the loss is {_size(factor)}, but all gradients agree"
     if factor > 1 and causes:
         return f"{text}: the factor is {' and '.join(causes)}: summed once per rank"
     if causes:
         return f"{text}: the factor is 1 / {' and 1 / '.join(causes)}: only a part is summed"
-    return f"{text}: the reported loss is not the minimised one"
+    return f"{text}: the reported loss is not the loss that is minimised"
 
 
 def _norm(factor: float, setting: Setting) -> str:
     # The norm is the root of a sum of squares over ranks: a sum that is wrong by a factor makes the
     # norm wrong by the root of this factor.
     causes = list(_equal_sizes(factor * factor, setting))
-    text = f"gradients agree, but the norm they were clipped by is {_size(factor)}"
+    text = f"gradients agree, but the norm for clipping is {_size(factor)}"
     if causes:
         problem = "counted once per rank" if factor > 1 else "a part of the squares is missing"
         return f"{text}, the root of {' or '.join(causes)}: {problem}"
@@ -150,23 +241,20 @@ def _norm(factor: float, setting: Setting) -> str:
 
 
 def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Tolerance) -> str:
-    most = worst(bad)
-    text = (
-        f"gradients and updates agree, but {len(bad)} of {len(step.buffers)} buffers differ, most "
-        f"{most.name}"
-    )
-    if math.isinf(most.error):
+    count = f"{len(bad)} of {len(step.buffers)} buffers differ"
+    text = f"gradients and updates agree, but {count}; the worst is {worst(bad).name}"
+    if math.isinf(worst(bad).error):
         return f"{text}, which no rank has"
     if any(each.spread > tolerance.buffer for each in bad):
-        return f"{text}, and ranks disagree: each has statistics of its own samples"
+        return f"{text}, and ranks disagree: each rank has statistics of its own samples"
     multiples = [each for each in bad if each.residual <= tolerance.buffer and each.factor > 0]
     if multiples:
-        most = worst(multiples)
+        buffer = worst(multiples)
         return (
-            f"{text}; {most.name} is {_size(most.factor)}: it was updated in recomputed or padded "
-            "microbatches, or not in all microbatches"
+            f"{text}; {buffer.name} is {_size(buffer.factor)}: it was updated in recomputed or "
+            "padded microbatches, or not in all microbatches"
         )
-    return f"{text}: it depends on different samples, or on other weights of the samples"
+    return f"{text}: it depends on different samples, or samples have different weights"
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:

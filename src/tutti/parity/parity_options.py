@@ -1,4 +1,4 @@
-"""Options of a parity check, and the sizes that the check chooses.
+"""Options of a parity check, the sizes that the check chooses, and its tolerances.
 
 This module does not import torch, so that `tutti parity --help` stays fast.
 """
@@ -7,12 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from tutti.models.config import EfficientNetConfig, GPTConfig, WideResNetConfig
 from tutti.parallel.layout import EngineOptions, Layout, ParallelOptions, Recompute
-from tutti.parity.tolerances import Precision
 from tutti.train.recipe import RECIPES, Architecture, Recipe
 from tutti.world.errors import UsageError, did_you_mean
+
+Precision = Literal["float64", "float32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -24,39 +26,39 @@ class ParityOptions:
     model: str | None = None
     """Your own model instead of the recipe's: package.module:function, which returns a module."""
     dataset: str | None = None
-    """Data set, as in tutti train; unset: random samples that fit the model."""
+    """Dataset, as in tutti train (default: random samples that fit the model)."""
     data_dir: Path = Path("data")
-    """Directory of the data set, if --dataset needs files."""
+    """Directory of the dataset, if --dataset needs files."""
     seq_len: int = 256
-    """Tokens per text sample."""
+    """Number of tokens per text sample."""
     pixels: int = 32
     """Height and width of synthetic images, in pixels."""
     padded: bool = False
-    """Text only: pad the targets with -100, by a different amount in each sample."""
+    """Pad the targets of text samples with -100, by a different number of tokens in each sample."""
     steps: int = 3
-    """Optimizer steps with each of SGD and AdamW; every second step is uneven."""
+    """Number of optimizer steps with each of SGD and AdamW. In every second step the samples do not
+    divide evenly."""
     microbatch: int = 1
-    """Samples in the smallest microbatch of any layout; all layouts take the same steps."""
+    """Number of samples in the smallest microbatch of any layout."""
     precision: Precision = "float64"
-    """Precision of the layouts; the single device always computes in float64."""
+    """Precision of the layouts. The single device always computes in float64."""
     checkpoint_activations: Recompute = "full"
-    """Activations that the layouts recompute in backward, if the model has repeated blocks; the
+    """Activations that the layouts recompute in backward, if the model has repeated blocks. The
     single device recomputes none."""
     seed: int = 0
-    """Seed of the initial weights and the random samples."""
+    """Random seed of the initial weights and the random samples."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def check(self) -> None:
         if self.steps < 2:
-            raise UsageError(f"--steps {self.steps}: use 2 or more, the second step is uneven")
-        if self.microbatch < 1:
-            raise UsageError(f"--microbatch {self.microbatch}: use 1 or more")
-        if self.parallel.layout is not None:
             raise UsageError(
-                f"--layout {self.parallel.layout}: parity takes a list: use --layouts "
-                f"{self.parallel.layout}"
+                f"--steps must be at least 2, got {self.steps}: the second step is uneven"
             )
+        if self.microbatch < 1:
+            raise UsageError(f"--microbatch must be at least 1, got {self.microbatch}")
+        if layout := self.parallel.layout:
+            raise UsageError(f"--layout {layout}: parity takes a list: use --layouts {layout}")
 
 
 def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
@@ -76,9 +78,8 @@ def samples_for(
     """Return the number of samples of a full step and of an uneven step.
 
     The uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
-    microbatch. A batch norm needs two samples in every microbatch, so a model with batch norms may
-    need a larger uneven step. The full step has --microbatch times the smallest number of samples
-    that exceeds the uneven step and that every layout divides evenly.
+    microbatch. With batch norms, every microbatch has at least two samples. The full step has
+    --microbatch times the smallest larger number of samples that every layout divides evenly.
     """
     uneven = max(1, 2 * layouts[0].size - 1)
     while batch_norms and min(_smallest_microbatch(uneven, each, options) for each in layouts) < 2:
@@ -96,11 +97,8 @@ def _smallest_microbatch(samples: int, layout: Layout, options: ParityOptions) -
 
 def full_size_options(name: str) -> ParityOptions:
     recipe = _recipe(name)
-    return ParityOptions(
-        architecture=recipe.architecture,
-        seq_len=recipe.data.seq_len,
-        pixels=32 if recipe.data.dataset == "cifar100" else recipe.data.pixels,
-    )
+    pixels = 32 if recipe.data.dataset == "cifar100" else recipe.data.pixels
+    return ParityOptions(recipe.architecture, seq_len=recipe.data.seq_len, pixels=pixels)
 
 
 def small_options(name: str, layouts: Sequence[Layout], parallel: ParallelOptions) -> ParityOptions:
@@ -120,14 +118,14 @@ def small_options(name: str, layouts: Sequence[Layout], parallel: ParallelOption
             mlp_dim=_round_up(128, tp),
             norm_eps=architecture.norm_eps,
         )
-        return ParityOptions(architecture=shape, seq_len=seq_len)
+        return ParityOptions(shape, seq_len=seq_len)
     if isinstance(architecture, WideResNetConfig):
-        return ParityOptions(architecture=replace(architecture, depth=10, width=1), pixels=8)
+        return ParityOptions(replace(architecture, depth=10, width=1), pixels=8)
     if isinstance(architecture, EfficientNetConfig):
         # Stochastic depth and dropout draw different numbers on one device and on many.
         small = replace(architecture, classes=10, stochastic_depth=0.0, dropout=0.0)
-        return ParityOptions(architecture=small, pixels=32)
-    return ParityOptions(architecture=architecture, pixels=8)
+        return ParityOptions(small, pixels=32)
+    return ParityOptions(architecture, pixels=8)
 
 
 def recipe_with(name: str, options: ParityOptions) -> Recipe:
@@ -149,5 +147,39 @@ def _recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _round_up(least: int, multiple: int) -> int:
-    return -(-least // multiple) * multiple
+def _round_up(minimum: int, multiple: int) -> int:
+    return -(-minimum // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative errors that rounding explains; a larger error is a bug.
+
+    The tolerances apply to every step. Errors of tensors are max |a − b| / max |b|, where the
+    divisor is at least `floor` times the largest max |b| of all parameters. For example, the bias
+    in front of a batch norm has a gradient of zero, and the computed gradient is only rounding
+    error. For AdamW's updates the floor is 1, because AdamW moves all parameters about equally far.
+    """
+
+    loss: float  # and the global norm of the gradient
+    gradient: float
+    update: float  # change of a parameter since the start
+    buffer: float  # for example running statistics of norms
+    eps: float  # AdamW's eps as a fraction of the root mean square of all gradients
+    floor: float
+
+
+# The reference is always float64. A sum of n terms in another order differs by about √n × u, where
+# u is the rounding unit of the type; layers and steps multiply that by a few tens. The bugs to be
+# found are wrong factors, or one missing sample in a step: their errors are above 1e-2 with the
+# default sizes.
+TOLERANCES: dict[Precision, Tolerance] = {
+    # u = 1.1e-16: rounding gives 1e-15 to 1e-12.
+    "float64": Tolerance(1e-10, gradient=1e-10, update=1e-10, buffer=1e-10, eps=1e-2, floor=1e-3),
+    # u = 6e-8: rounding gives 1e-8 (loss), 1e-6 (gradients), 1e-4 (updates: for a parameter of 1
+    # that has moved by 1e-3, the relative rounding error of the distance is 6e-5).
+    "float32": Tolerance(1e-5, gradient=1e-4, update=1e-3, buffer=1e-4, eps=1e-2, floor=1e-2),
+    # u = 4e-3 (8 bits of mantissa) in every activation: a small gradient may have the wrong sign,
+    # so eps is as large as the gradients. This finds wrong factors, but not a missing sample.
+    "bf16": Tolerance(1e-2, gradient=1e-1, update=2e-1, buffer=1e-1, eps=1.0, floor=1e-1),
+}

@@ -1,44 +1,208 @@
-"""The reference: a plain training loop in float64 on one device.
+"""The workload (weights, samples and steps), and the reference: a float64 loop on one device.
 
 Layouts are compared with this loop, so it shares no code with engines or with tutti's own step: the
 whole batch at once, the mean over all targets, torch's own clipping and torch's own optimizers.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
-from tutti.parallel.layout import Layout
-from tutti.parity.tolerances import TOLERANCES
-from tutti.parity.workload import Workload
+from tutti.data import TensorSamples
+from tutti.parallel.layout import Layout, Recompute
+from tutti.parallel.recompute import repeated_blocks
+from tutti.parity import parity_options
+from tutti.parity.parity_options import TOLERANCES, ParityOptions
+from tutti.train.init import build_model, load_dataset
+from tutti.train.step import IGNORED
+from tutti.world.errors import UsageError
 
 OptimizerName = Literal["sgd", "adamw"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw")
-
 MOMENTUM = 0.9
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+_NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, _BatchNorm)
+_HEADS = ("head", "lm_head", "output", "classifier", "fc")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A short training, which is run on one device and under each layout.
+
+    make_model: returns the model with its initial weights, identical in every call and on every
+    rank. samples: those of a full step, followed by those of an uneven step. batch: the samples of
+    a full step, over all ranks. by_microbatch: whether the result depends on how a step is divided
+    into microbatches, because of batch norms or of buffers that every forward changes.
+    """
+
+    options: ParityOptions
+    make_model: Callable[[], nn.Module]
+    samples: TensorSamples
+    batch: int
+    batch_norms: bool
+    by_microbatch: bool
+    padded: bool
+    recompute: Recompute
+    roles: dict[str, str]
+    aliases: dict[str, str]
+
+    def microbatches(self, layout: Layout) -> int:
+        return parity_options.microbatches_of(layout, self.options.parallel)
+
+    @property
+    def counts(self) -> list[int]:
+        """The samples of each step: full, uneven, full, …"""
+        uneven = len(self.samples) - self.batch
+        return [uneven if number % 2 else self.batch for number in range(self.options.steps)]
+
+    def step(self, number: int) -> tuple[Tensor, Tensor]:
+        part = slice(self.batch, None) if number % 2 else slice(None, self.batch)
+        return self.samples.inputs[part], self.samples.targets[part]
+
+
+def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[Layout]) -> Workload:
+    """Make the workload of these options, the same for all layouts."""
+    options.check()
+    recipe = parity_options.recipe_with(recipe_name, options)
+    dataset = load_dataset(recipe)
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(options.seed)
+        model = build_model(recipe, dataset)
+        for layer in model.modules():
+            # Dropout is disabled, because its masks differ between one device and several.
+            if isinstance(layer, _DropoutNd):
+                layer.p = 0.0
+        return model
+
+    model = make_model()
+    batch_norms = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    batch, uneven = parity_options.samples_for(layouts, options, batch_norms=batch_norms)
+    if options.model is not None and options.dataset is None:
+        samples = random_samples(model, batch + uneven, options)
+    elif len(dataset.train) >= batch + uneven:
+        samples = TensorSamples(*dataset.train.batch(range(batch + uneven)))
+    else:
+        raise UsageError(
+            f"--dataset {dataset.name} has {len(dataset.train)} samples, this check needs "
+            f"{batch + uneven}: use fewer --ranks, a smaller --microbatch or another dataset"
+        )
+    if options.padded:
+        targets = samples.targets.clone()
+        if targets.dim() != 2:
+            raise UsageError("--padded needs text samples, which have one target per token")
+        # The number of targets that are not padding differs between samples, from 1 to all.
+        length = targets.shape[1]
+        counted = 1 + torch.arange(len(targets)) * 5 % length
+        targets[torch.arange(length) >= counted[:, None]] = IGNORED
+        samples = TensorSamples(samples.inputs, targets)
+    return Workload(
+        options=options,
+        make_model=make_model,
+        samples=samples,
+        batch=batch,
+        batch_norms=batch_norms,
+        by_microbatch=batch_norms or _forward_changes_buffers(model, samples),
+        padded=bool((samples.targets == IGNORED).any()),
+        recompute=options.checkpoint_activations if repeated_blocks(model) else "none",
+        roles=parameter_roles(model),
+        aliases=first_names(model),
+    )
+
+
+@torch.no_grad()
+def _forward_changes_buffers(model: nn.Module, samples: TensorSamples) -> bool:
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if not before:
+        return False
+    model.train()(samples.inputs[:2])
+    return any(not torch.equal(before[name], now) for name, now in model.named_buffers())
+
+
+def random_samples(model: nn.Module, count: int, options: ParityOptions) -> TensorSamples:
+    """Return random inputs that the model's first layer accepts, and targets among its outputs."""
+    generator = torch.Generator().manual_seed(options.seed + 1)
+    first = next((m for m in model.modules() if list(m.parameters(recurse=False))), None)
+    if isinstance(first, nn.Embedding):
+        inputs = torch.randint(first.num_embeddings, (count, options.seq_len), generator=generator)
+    elif isinstance(first, nn.Linear):
+        inputs = torch.randn(count, first.in_features, generator=generator)
+    elif isinstance(first, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        side = [options.pixels] * len(first.kernel_size)
+        inputs = torch.randn(count, first.in_channels, *side, generator=generator)
+    else:
+        kind = "no layer" if first is None else f"a {type(first).__name__}"
+        raise UsageError(
+            f"--model {options.model} begins with {kind}, from which its input cannot be derived: "
+            "add --dataset package.module:function"
+        )
+    try:
+        outputs = model(inputs[:2])
+    except Exception as error:
+        kind = "numbers" if inputs.is_floating_point() else "tokens"
+        raise UsageError(
+            f"--model {options.model} does not accept {kind} of shape {tuple(inputs.shape[1:])}, "
+            f"derived from its first layer ({type(error).__name__}: {error}): add --dataset "
+            "package.module:function"
+        ) from None
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != 2:
+        raise UsageError(
+            f"--model {options.model} must return logits of shape (samples, …, classes): wrap the "
+            "model in a module that returns them"
+        )
+    shape = (count, *outputs.shape[1:-1])
+    return TensorSamples(inputs, torch.randint(outputs.shape[-1], shape, generator=generator))
+
+
+def parameter_roles(model: nn.Module) -> dict[str, str]:
+    """Return each parameter's role: embedding, norm, head, or its module's path without numbers."""
+    aliases = first_names(model)
+    roles = {}
+    for path, module in model.named_modules():
+        for attribute, _ in module.named_parameters(recurse=False):
+            name = f"{path}.{attribute}" if path else attribute
+            if aliases[name] in roles:
+                roles[aliases[name]] = "tied embedding"
+            elif isinstance(module, nn.Embedding):
+                roles[name] = "embedding"
+            elif isinstance(module, _NORMS):
+                roles[name] = "norm"
+            elif path in _HEADS:
+                roles[name] = "head"
+            else:  # blocks.3.attention.wq → attention.wq
+                words = [word for word in path.split(".") if not word.isdecimal()]
+                roles[name] = ".".join(words[-2:]) or attribute
+    return roles
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Map every name of every parameter to its first name; a tied parameter has several."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first.setdefault(parameter, name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 @dataclass(frozen=True)
 class Scales:
     """Hyperparameters derived from the size of the gradients, so that each has an effect."""
 
-    clip: float
-    """A tenth of the norm of the first gradient, so that every step is clipped."""
-    sgd_lr: float
-    """Such that a step moves the parameters by a hundredth of their norm."""
+    clip: float  # a tenth of the norm of the first gradient, so that every step is clipped
+    sgd_lr: float  # such that a step moves the parameters by a hundredth of their norm
     adamw_lr: float
+    # AdamW divides by √v + eps. With the usual 1e-8, an element whose gradient is rounding error
+    # would move by a whole learning rate in a random direction. A fraction of the root mean square
+    # of all gradients (float64: a hundredth) prevents this, and hardly changes other updates.
     eps: float
-    """AdamW divides by √v + eps. With the usual 1e-8, an element whose gradient is rounding error
-    would move by a whole learning rate in a random direction. A fraction of the root mean square of
-    all gradients (float64: a hundredth) leaves such an element in place, and hardly changes the
-    update of other elements."""
 
 
 @dataclass(frozen=True)
@@ -46,34 +210,23 @@ class StepRecord:
     """The results of one step; tensors by parameter name."""
 
     loss: float
-    gradients: dict[str, Tensor]
-    """Before clipping."""
+    gradients: dict[str, Tensor]  # before clipping
     norm: float
-    updates: dict[str, Tensor]
-    """Parameters after the step minus the initial parameters."""
-    buffers: dict[str, Tensor]
-    """After the step, as float64."""
+    updates: dict[str, Tensor]  # parameters after the step minus the initial parameters
+    buffers: dict[str, Tensor]  # after the step, as float64
 
 
 def derive_scales(workload: Workload, device: torch.device) -> Scales:
     """Derive the scales from the first gradient of the full batch."""
     model = workload.make_model().to(device, torch.float64)
     _backward(model, *_step(workload, 0, device), microbatches=None)
-    norm, weights = (
-        math.sqrt(sum(float(each.square().sum()) for each in tensors))
-        for tensors in (
-            [p.grad for p in model.parameters() if p.grad is not None],
-            [p.detach() for p in model.parameters()],
-        )
-    )
-    clip = 0.1 * norm
-    count = sum(p.numel() for p in model.parameters())
-    return Scales(
-        clip=clip,
-        sgd_lr=0.01 * weights / clip,
-        adamw_lr=1e-3,
-        eps=TOLERANCES[workload.options.precision].eps * clip / math.sqrt(count),
-    )
+    parameters = list(model.parameters())
+    gradient_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    clip = 0.1 * float(gradient_norm)
+    weights = float(nn.utils.get_total_norm([p.detach() for p in parameters]))
+    count = sum(p.numel() for p in parameters)
+    eps = TOLERANCES[workload.options.precision].eps * clip / math.sqrt(count)
+    return Scales(clip, sgd_lr=0.01 * weights / clip, adamw_lr=1e-3, eps=eps)
 
 
 def train_single_device(
@@ -81,12 +234,22 @@ def train_single_device(
 ) -> Iterator[StepRecord]:
     """Train on one device; yields the record of each step.
 
-    The layout only matters for a workload whose result depends on the microbatches.
+    The layout matters only if the result of the workload depends on the microbatches.
     """
     model = workload.make_model().to(device, torch.float64).train()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     start = {n: p.detach().clone() for n, p in parameters.items()}
-    optimizer = _optimizer(list(parameters.values()), name, scales)
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=scales.sgd_lr, momentum=MOMENTUM, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups, lr=scales.adamw_lr, betas=BETAS, eps=scales.eps, foreach=False
+        )
     for number, samples in enumerate(workload.counts):
         microbatches = None
         if workload.by_microbatch:
@@ -98,7 +261,7 @@ def train_single_device(
             n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for n, p in parameters.items()
         }
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), scales.clip)
+        norm = nn.utils.clip_grad_norm_(parameters.values(), scales.clip)
         optimizer.step()
         updates = {n: p.detach() - start[n] for n, p in parameters.items()}
         yield StepRecord(loss, gradients, float(norm), updates, buffers_of(model))
@@ -113,11 +276,8 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> list[Tensor]:
     """Return the sample indices of each microbatch over all ranks.
 
-    A synchronised batch norm computes its statistics over these samples.
-
-    Each rank takes consecutive samples; if the division leaves a remainder, the first ranks take
-    one more. Each rank divides its samples into microbatches in the same way. Microbatches without
-    samples are left out.
+    A synchronised batch norm computes its statistics over these samples. The samples are divided
+    evenly among ranks and then among microbatches; the first ones take one more if needed.
     """
     count = min(microbatches, -(-samples // data_ranks))
     ranks = [part.tensor_split(count) for part in torch.arange(samples).tensor_split(data_ranks)]
@@ -141,15 +301,3 @@ def _backward(
 def _step(workload: Workload, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
     inputs, targets = (tensor.to(device) for tensor in workload.step(number))
     return inputs.double() if inputs.is_floating_point() else inputs, targets
-
-
-def _optimizer(
-    parameters: list[nn.Parameter], name: OptimizerName, scales: Scales
-) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=scales.sgd_lr, momentum=MOMENTUM, foreach=False)
-    return torch.optim.AdamW(groups, lr=scales.adamw_lr, betas=BETAS, eps=scales.eps, foreach=False)

@@ -5,13 +5,9 @@
     tp     each rank has some of the heads, with their keys and values; logits are gathered
     pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
 
-The ranks of one data rank work on the same prompts. One of them, the sampling rank, has the logits,
-picks the tokens and broadcasts them to the others.
-
-A text longer than the model's context uses a sliding window: token n is predicted from tokens w(n)
-to n − 1, and w(n) advances by half of the context whenever the context is full. The model then
-processes the remaining half of the context again. All other tokens need one forward pass over a
-single token, with the key-value cache.
+One rank of each data rank, the sampling rank, has the logits, picks the tokens and broadcasts them.
+A text longer than the model's context uses a sliding window, which advances by half of the context
+whenever the context is full. Then the model processes the remaining half again.
 """
 
 import json
@@ -33,8 +29,7 @@ from tutti.models.gpt import GPT, KVCache
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.materialize import ModuleInit
-from tutti.predict.predict_dataset import gather_text
-from tutti.predict.trained_run import TrainedRun, place_model
+from tutti.predict.predict_dataset import TrainedRun, gather_text, place_model
 from tutti.train.checkpoint import Loaded
 from tutti.world.errors import UsageError
 from tutti.world.world import World
@@ -42,38 +37,29 @@ from tutti.world.world import World
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token.
+    """How to choose the next token; see the flags of tutti predict.
 
     The random number of a token is a hash of (seed, index of the prompt, position), and the draw is
     made in float64 on the CPU, so the same logits give the same text in every layout.
     """
 
     temperature: float = 0.8
-    """Divides the logits; 0: always the most likely token."""
     top_k: int = 40
-    """Only the K most likely tokens; 0: all."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature {self.temperature:g}: use 0 (greedy) or more")
+            raise UsageError(f"--temperature must be at least 0, got {self.temperature:g}")
         if self.top_k < 0:
-            raise UsageError(f"--top-k {self.top_k}: use 1 or more, or 0 for all tokens")
+            raise UsageError(f"--top-k must be at least 0, got {self.top_k}")
 
     def pick(self, logits: Tensor, prompts: Sequence[int], position: int) -> list[int]:
-        """Return a token for each row of logits (rows, vocabulary).
-
-        prompts: the index of each row's prompt, for the random number.
-        """
+        """Return a token for each row of logits (rows, vocabulary); `prompts`: of each row."""
         table = logits.double().cpu().numpy()
         if not np.isfinite(table).all():
-            raise UsageError(
-                "the model's logits are not finite: the training diverged, use another --step"
-            )
-        return [
-            self._draw(row, uniform(self.seed, prompt, position))
-            for row, prompt in zip(table, prompts, strict=True)
-        ]
+            raise UsageError("the model's logits are not finite: use an earlier --step")
+        numbers = [uniform(self.seed, prompt, position) for prompt in prompts]
+        return [self._draw(row, number) for row, number in zip(table, numbers, strict=True)]
 
     def _draw(self, logits: npt.NDArray[np.float64], number: float) -> int:
         if self.temperature == 0:
@@ -86,7 +72,7 @@ class Sampling:
             scaled = np.where(scaled >= least, scaled, -np.inf)
         cumulative = np.exp(scaled).cumsum()
         token = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-        # If rounding makes the product equal to the last sum, the last possible token is taken.
+        # If rounding makes the product equal to the last sum, the last possible token is used.
         return min(token, int(np.flatnonzero(scaled > -np.inf)[-1]))
 
 
@@ -132,16 +118,11 @@ class Generator:
     def run(
         self, prompts: Sequence[str], tokens: int, batch: int, sampling: Sampling
     ) -> Iterator[list[Completion]]:
-        """Yield completions in the order of the prompts; empty lists on ranks other than 0.
-
-        Collective: all ranks call it with the same prompts.
-        """
+        """Yield completions in the order of the prompts; empty lists on other ranks. Collective."""
         encoded = [encode(prompt, number, self.config) for number, prompt in enumerate(prompts)]
         data_rank, data_ranks = self.mesh.data_rank, self.mesh.layout.data_ranks
-        batches = [
-            range(start, min(start + batch, len(encoded)))
-            for start in range(0, len(encoded), batch)
-        ]
+        starts = range(0, len(encoded), batch)
+        batches = [range(start, min(start + batch, len(encoded))) for start in starts]
         for first in range(0, len(batches), data_ranks):
             scattered = batches[first : first + data_ranks]
             own = scattered[data_rank] if data_rank < len(scattered) else range(0)
@@ -164,8 +145,8 @@ class Generator:
     def _complete(
         self, prompts: list[bytes], numbers: Sequence[int], tokens: int, sampling: Sampling
     ) -> list[bytes]:
-        """Complete a batch. All rows advance together from the end of the shortest prompt, with one
-        cache; a longer prompt supplies its own next tokens until it ends."""
+        """Complete a batch, with one cache. All rows start at the end of the shortest prompt; a
+        longer prompt supplies its own next tokens until it ends."""
         lengths = [len(prompt) for prompt in prompts]
         start, end = min(lengths), max(lengths) + tokens
         text = torch.zeros(len(prompts), end, dtype=torch.int64)
@@ -181,10 +162,8 @@ class Generator:
             for row, length, token in zip(text, lengths, picked, strict=True):
                 if position >= length:
                     row[position] = token
-        return [
-            bytes(row[length : length + tokens].tolist())
-            for row, length in zip(text, lengths, strict=True)
-        ]
+        rows = zip(text, lengths, strict=True)
+        return [bytes(row[length : length + tokens].tolist()) for row, length in rows]
 
     def _window_start(self, position: int) -> int:
         """Return the first token that the token at `position` is predicted from."""
@@ -231,8 +210,8 @@ def encode(prompt: str, number: int, config: GPTConfig) -> bytes:
         raise UsageError(f"prompt {number} is empty: give at least one character")
     if max(encoded) >= config.vocab_size:
         raise UsageError(
-            f"prompt {number} has byte {max(encoded)}, the model's vocabulary has "
-            f"{config.vocab_size} tokens: use only bytes below {config.vocab_size}"
+            f"prompt {number} has byte {max(encoded)}, but the model's vocabulary has only "
+            f"{config.vocab_size} tokens: use bytes below {config.vocab_size}"
         )
     return encoded
 

@@ -1,13 +1,11 @@
-"""Predict a dataset on all ranks: every sample once, in order, written by rank 0.
+"""A trained run, its model placed on ranks, and the predictions for a dataset.
 
-The file has a line for each sample:
+Rank 0 writes a line for each sample, in the order of the dataset:
 
     {"index": 7, "prediction": 3, "probability": 0.998211, "target": 3, "right": true, "loss": …}
 
 For text, `prediction`, `probability` and `target` are lists with an entry for each token, `right`
 is a count, and `loss` is the mean over the tokens that are not padding. An unknown value is null.
-Probabilities have 6 significant digits. Losses have 6 decimals, because the rounding error of a
-float32 loss near 0 is absolute, not relative.
 """
 
 import json
@@ -15,9 +13,9 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +23,110 @@ from torch import Tensor, nn
 from tutti import comm
 from tutti.data import Dataset, Samples, evaluation_loader
 from tutti.data.dataset import Pair
-from tutti.parallel.engine import Engine
-from tutti.parallel.layout import Layout
-from tutti.parallel.materialize import Weights
-from tutti.predict.trained_run import TrainedRun, place_model
-from tutti.train.checkpoint import Loaded
+from tutti.models.config import GPTConfig
+from tutti.parallel.apply import build_engine
+from tutti.parallel.engine import Engine, count_replicas
+from tutti.parallel.layout import Layout, ParallelOptions
+from tutti.parallel.materialize import Weights, materialize
+from tutti.train.checkpoint import Checkpoints, Loaded
+from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.evaluate import Score
 from tutti.train.init import agree, build_meta_model, load_dataset
-from tutti.train.recipe import with_values
-from tutti.train.step import IGNORED, as_model_dtype
+from tutti.train.recipe import Recipe, read_recipe, with_values
+from tutti.train.step import AUTOCAST, IGNORED, as_model_dtype
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# Batches that a rank predicts between two exchanges. The limit bounds the text in memory; several
-# batches per exchange make waiting rare.
-MAX_BATCHES_PER_ROUND = 8
+Precision = Literal["float32", "bf16", "fp16", "float64"]
+MAX_BATCHES_PER_ROUND = 8  # on each rank, between two exchanges; bounds the text in memory
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run directory that `tutti train` has written."""
+
+    path: Path
+    recipe: Recipe
+    step: int | None  # of the checkpoint; None: the newest complete checkpoint
+
+    @classmethod
+    def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
+        """Read the recipe, and check that there is a checkpoint."""
+        if not (path / "recipe.toml").is_file():
+            problem = "has no recipe.toml" if path.is_dir() else "does not exist"
+            raise UsageError(f"--run {path} {problem}: give the --out directory of tutti train")
+        steps = saved_steps(path / "checkpoints")
+        if not steps:
+            raise UsageError(f"--run {path} has no checkpoint yet: wait for the first checkpoint")
+        if step is not None and step not in steps:
+            existing = ", ".join(map(str, steps))
+            raise UsageError(f"--step {step}: {path} has no such checkpoint: use {existing}")
+        recipe = read_recipe(str(path / "recipe.toml"))
+        if precision is not None:
+            recipe = replace(recipe, compute=replace(recipe.compute, precision=precision))
+        return cls(path, recipe, step)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.recipe.compute.precision == "float64" else torch.float32
+
+    def gpt_config(self) -> GPTConfig:
+        """Return the configuration of the GPT, with the vocabulary size of the checkpoint."""
+        architecture = self.recipe.architecture
+        if self.recipe.model != "gpt" or not isinstance(architecture, GPTConfig):
+            raise UsageError(
+                f"--prompt needs a gpt, {self.path} is a {self.recipe.model}: leave out --prompt "
+                "to predict the dataset"
+            )
+        if self.recipe.data.dataset == "tokens":
+            raise UsageError(
+                f"--prompt: {self.path} was trained on tokens of an unknown tokenizer: use a model "
+                "that was trained on bytes (--dataset stdlib or text)"
+            )
+        seq_len = max(architecture.max_seq_len, self.recipe.data.seq_len)
+        return replace(architecture, vocab_size=self._saved_vocabulary(), max_seq_len=seq_len)
+
+    def load(self, engine: Engine) -> Loaded:
+        """Load the checkpoint into this rank's part of the model. Collective."""
+        checkpoints = Checkpoints(self.path / "checkpoints")
+        return checkpoints.load(engine.model, step=self.step, rng=False, aliases=engine.aliases)
+
+    def _saved_vocabulary(self) -> int:
+        directory = self.path / "checkpoints"
+        steps = saved_steps(directory) if self.step is None else [self.step]
+        problem = ""
+        for step in reversed(steps):
+            try:
+                index = read_index(directory / step_name(step))
+                return index.tensors["model.embed.weight"].shape[0]
+            except KeyError:
+                problem = f"{step_name(step)} has no embed.weight, so it is not a gpt"
+            except Damaged as error:
+                problem = f"{step_name(step)} is damaged: {error}"
+        raise UsageError(f"--run {self.path}: {problem}: use another checkpoint with --step")
+
+
+def place_model(
+    model: nn.Module, weights: Weights, world: World, layout: Layout, example: Tensor, batch: int
+) -> Engine:
+    """Distribute a model that was built on meta over the ranks of a layout. Collective."""
+    if layout.only_replicas:
+        materialize(model, world.device)
+        weights.fill(model)  # needed for buffers that are not in checkpoints
+        weights.release()
+        return Engine(model, world, f"{count_replicas(world)}, no communication")
+    return build_engine(
+        model,
+        world,
+        # Inputs may be a single token, which sequence parallelism cannot divide, and logits are
+        # needed as full tensors.
+        parallel=ParallelOptions(layout=str(layout), sequence_parallel=False, loss_parallel=False),
+        example=example,
+        # A pipeline is full when it has as many microbatches as stages.
+        microbatches=layout.pp,
+        microbatch_size=-(-batch // layout.pp),
+        weights=weights,
+    )
 
 
 def scatter_rows(samples: int, batch: int, ranks: int) -> list[list[range]]:
@@ -47,13 +134,12 @@ def scatter_rows(samples: int, batch: int, ranks: int) -> list[list[range]]:
 
     Batch i is samples i·B to i·B + B − 1 for any number of ranks, so the model computes the same
     batches on one rank and on eight. In a round each rank takes up to MAX_BATCHES_PER_ROUND
-    consecutive batches; the rows of a round are consecutive, and can be written in order.
+    consecutive batches, so the rows of a round are consecutive.
 
         B = 2, 2 batches per round, 2 ranks      rank 0: 0 1  2 3             8 9
                                                  rank 1:           4 5  6 7        10 11
     """
-    # A small dataset is divided evenly over all ranks; otherwise only the first ranks would get
-    # samples.
+    # With fewer batches per round, a small dataset is divided evenly over all ranks.
     per_round = min(MAX_BATCHES_PER_ROUND, max(1, -(-samples // (batch * ranks))))
     size = per_round * batch
     parts = [range(start, min(start + size, samples)) for start in range(0, samples, size)]
@@ -81,11 +167,7 @@ class SelectedSamples(Samples):
 
 
 class Predictor:
-    """Predicts a dataset with the model of a run.
-
-    dataset, data_dir: replace those of the run. limit: predict only the first N samples. batch:
-    samples per batch on each rank; None: as in training.
-    """
+    """Predicts a dataset with the model of a run. The arguments are flags of tutti predict."""
 
     def __init__(
         self,
@@ -101,19 +183,19 @@ class Predictor:
     ) -> None:
         self.world, self.trained_run = world, run
         changes = {"dataset": dataset, "data_dir": data_dir}
-        changed = {name: value for name, value in changes.items() if value is not None}
-        recipe = with_values(run.recipe, {"data": changed})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        recipe = with_values(run.recipe, {"data": changes})
 
         def prepare() -> tuple[Dataset, nn.Module, Weights]:
-            found = load_dataset(recipe)
-            model, weights, _ = build_meta_model(recipe, found)
-            return found, model.to(run.dtype), weights
+            dataset = load_dataset(recipe)
+            model, weights, _ = build_meta_model(recipe, dataset)
+            return dataset, model.to(run.dtype), weights
 
-        found, model, weights = agree(prepare)
-        self.samples: Samples = found.test if split == "test" else found.train
+        loaded, model, weights = agree(prepare)
+        self.samples: Samples = loaded.test if split == "test" else loaded.train
         self.count = min(len(self.samples), limit or len(self.samples))
         self.batch = batch or recipe.batching.batch
-        example = found.train.batch([0])[0].to(world.device)
+        example = loaded.train.batch([0])[0].to(world.device)
         self.engine: Engine = place_model(
             model, weights, world, layout, as_model_dtype(example, model), self.batch
         )
@@ -125,36 +207,40 @@ class Predictor:
     def run(self, out: Path) -> Score:
         """Write a line for every sample to `out`; returns the score, the same on every rank."""
         # One rank of each data rank has the outputs. `writers` are these ranks, by data rank.
-        mesh = self.engine.mesh
-        places = comm.gather_json([mesh.data_rank, self.engine.reports_loss])
-        writers = sorted((part, rank) for rank, (part, has_it) in enumerate(places) if has_it)
+        mesh, has_outputs = self.engine.mesh, self.engine.reports_loss
+        ranks = enumerate(comm.gather_json([mesh.data_rank, has_outputs]))
+        writers = sorted((data_rank, rank) for rank, (data_rank, writes) in ranks if writes)
         rounds = scatter_rows(self.count, self.batch, mesh.layout.data_ranks)
-        sums = Sums()
+        # In float64, so that the order of addition does not change a score in float32.
+        sums = torch.zeros(3, dtype=torch.float64)
+        empty, autocast = self.example[:0], AUTOCAST.get(self.trained_run.recipe.compute.precision)
         with ExitStack() as stack:
             write = stack.enter_context(prediction_file(out)) if self.world.is_first else None
-            batches = self._batches([each[mesh.data_rank] for each in rounds], stack)
+            batches = self._batches([ranges[mesh.data_rank] for ranges in rounds], stack)
             for ranges in rounds:
                 own = ranges[mesh.data_rank]
                 lines: list[str] = []
                 # Forward may be collective, so a rank without samples left runs an empty batch.
                 for first in range(own.start, own.start + len(ranges[0]), self.batch):
-                    empty = self.example[:0]
                     inputs, targets = next(batches) if first < own.stop else (empty, empty)
-                    outputs = self._infer(inputs)
-                    if outputs is not None and self.engine.reports_loss:
-                        lines += prediction_lines(first, outputs, targets, sums)
+                    inputs = as_model_dtype(inputs, self.engine.model)
+                    with torch.autocast(self.world.device.type, autocast, enabled=bool(autocast)):
+                        outputs = self.engine.infer(inputs, self.example)
+                    if outputs is not None and has_outputs:
+                        new_lines, new_sums = prediction_lines(first, outputs, targets)
+                        lines += new_lines
+                        sums += new_sums
                 texts = gather_text("".join(lines))
                 if write is not None:
                     for _, writer in writers:
                         write(texts[writer])
-        total = torch.tensor([sums.loss, sums.right, sums.count], dtype=torch.float64)
-        loss, right, count = comm.all_reduce(total).tolist()
+        loss, right, count = comm.all_reduce(sums).tolist()
         return Score(loss / max(1, count), right / max(1, count), int(count))
 
     def _batches(self, own: list[range], stack: ExitStack) -> Iterator[tuple[Tensor, Tensor]]:
         if not any(own):
             return
-        indices = torch.cat([torch.arange(each.start, each.stop) for each in own])
+        indices = torch.cat([torch.arange(part.start, part.stop) for part in own])
         data = self.trained_run.recipe.data
         loader = evaluation_loader(
             SelectedSamples(self.samples, indices),
@@ -167,26 +253,12 @@ class Predictor:
         for batch in loader.stream(epochs=1):
             yield batch.inputs, batch.targets
 
-    def _infer(self, inputs: Tensor) -> Tensor | None:
-        autocast = self.trained_run.autocast
-        with torch.autocast(self.world.device.type, autocast, enabled=autocast is not None):
-            outputs: Tensor | None = self.engine.infer(
-                as_model_dtype(inputs, self.engine.model), self.example
-            )
-        return outputs
 
+def prediction_lines(first: int, outputs: Tensor, targets: Tensor) -> tuple[list[str], Tensor]:
+    """Return the lines of a batch whose first sample has the index `first`, and its sums.
 
-@dataclass
-class Sums:
-    """Sums in float64, so that the order of addition does not change a score in float32."""
-
-    loss: float = 0.0
-    right: int = 0
-    count: int = 0
-
-
-def prediction_lines(first: int, outputs: Tensor, targets: Tensor, sums: Sums) -> list[str]:
-    """Return the lines of a batch whose first sample has the index `first`; adds to the sums."""
+    The sums are the loss, the right predictions and the targets that are not padding.
+    """
     logits = outputs if outputs.dtype == torch.float64 else outputs.float()
     log_probabilities = logits.log_softmax(-1)
     best, predictions = log_probabilities.max(-1)
@@ -194,20 +266,24 @@ def prediction_lines(first: int, outputs: Tensor, targets: Tensor, sums: Sums) -
     known = targets.where(counted, 0).unsqueeze(-1)
     losses = -log_probabilities.gather(-1, known).squeeze(-1).where(counted, 0)
     right = (predictions == targets) & counted
-    sums.loss += losses.sum(dtype=torch.float64).item()
-    sums.right += int(right.sum())
-    sums.count += int(counted.sum())
     columns = (predictions, best.double().exp(), targets, right, losses)
-    lines = []
-    for index, values in enumerate(zip(*(each.tolist() for each in columns), strict=True), first):
-        row = _text_row(*values) if targets.dim() > 1 else _sample_row(*values)
-        lines.append(json.dumps({"index": index, **row}) + "\n")
-    return lines
+    rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), first)
+    lines = [json.dumps({"index": index, **_row(*values)}) + "\n" for index, values in rows]
+    sums = [losses.sum(dtype=torch.float64), right.sum(), counted.sum()]
+    return lines, torch.tensor([float(value) for value in sums], dtype=torch.float64)
 
 
-def _sample_row(
-    prediction: int, probability: float, target: int, right: bool, loss: float
-) -> dict[str, Any]:
+def _row(prediction: Any, probability: Any, target: Any, right: Any, loss: Any) -> dict[str, Any]:
+    """Return the row of a sample; for text, the arguments are lists with one value per token."""
+    if isinstance(target, list):
+        counted = sum(token != IGNORED for token in target)
+        return {
+            "prediction": prediction,
+            "probability": [_rounded(value, ".6g") for value in probability],
+            "target": [None if token == IGNORED else token for token in target],
+            "right": sum(right),
+            "loss": _rounded(math.fsum(loss) / counted, ".6f") if counted else None,
+        }
     known = target != IGNORED
     return {
         "prediction": prediction,
@@ -218,23 +294,8 @@ def _sample_row(
     }
 
 
-def _text_row(
-    predictions: list[int],
-    probabilities: list[float],
-    targets: list[int],
-    right: list[bool],
-    losses: list[float],
-) -> dict[str, Any]:
-    counted = sum(target != IGNORED for target in targets)
-    return {
-        "prediction": predictions,
-        "probability": [_rounded(each, ".6g") for each in probabilities],
-        "target": [None if target == IGNORED else target for target in targets],
-        "right": sum(right),
-        "loss": _rounded(math.fsum(losses) / counted, ".6f") if counted else None,
-    }
-
-
+# Probabilities have 6 significant digits. Losses have 6 decimals, because the rounding error of a
+# float32 loss near 0 is absolute, not relative.
 def _rounded(value: float, digits: str) -> float | None:
     return float(format(value, digits)) if math.isfinite(value) else None  # JSON has no NaN
 
@@ -243,21 +304,20 @@ def _rounded(value: float, digits: str) -> float | None:
 def prediction_file(path: Path) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that appends to a new file, which replaces `path` when it is complete.
 
-    Until then the file's name is `.NAME.PID.partial`. An exception removes the file; only a process
-    that is killed leaves it behind.
+    Until then the file's name is `.NAME.PID.partial`. An exception removes this file.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with _errors_of(path):
+    with _file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = partial.open("wb")
 
     def write(text: bytes) -> None:
-        with _errors_of(path):
+        with _file_errors(path):
             file.write(text)
 
     try:
         yield write
-        with _errors_of(path):
+        with _file_errors(path):
             file.flush()
             os.fsync(file.fileno())
             partial.replace(path)
@@ -267,12 +327,11 @@ def prediction_file(path: Path) -> Iterator[Callable[[bytes], None]]:
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def _file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"--out {path}: {reason}: choose another file") from None
+        raise UsageError(f"--out {path}: {error.strerror}: choose another file") from None
 
 
 def gather_text(text: str) -> list[bytes]:

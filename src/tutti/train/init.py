@@ -127,7 +127,7 @@ def load_dataset(recipe: Recipe) -> Dataset:
         return data.digits_dataset(options.pixels)
     if name in ("fashion-mnist", "cifar100"):
         make = data.fashion_mnist_dataset if name == "fashion-mnist" else data.cifar100_dataset
-        return make(options.data_dir, download=options.download, note=_print_note)
+        return make(options.data_dir, download=options.download)
     if name == "stdlib":
         return data.stdlib_dataset(options.seq_len)
     if name == "text":
@@ -142,10 +142,6 @@ def load_dataset(recipe: Recipe) -> Dataset:
         return data.synthetic_dataset(shape, sizes.classes)
     known = ("digits", "fashion-mnist", "cifar100", "stdlib", "text", "tokens", "synthetic")
     return data.as_dataset(load_function(name, "--dataset", known)(), name)
-
-
-def _print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], Any]:
