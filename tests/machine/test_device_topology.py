@@ -135,7 +135,7 @@ def test_hidden_pci_paths_give_unknown_classes() -> None:
     assert set(classes_between_gpus(vm).values()) == {"?"}
     assert near(vm) == [[], [], [], []]
     text = "\n".join(topology_lines(vm, 100))
-    assert "NUMA nodes unknown: /sys/devices/system/node is empty or hidden" in text
+    assert "NUMA nodes unknown: /sys/devices/system/node is empty or does not exist" in text
     assert "?     unknown: /sys does not show" in text
     assert "a virtual machine (kvm)" in text
 

@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         for flag in ("active", "record", "ranks"):
             if getattr(options, flag):
                 raise UsageError(f"--from checks a recorded machine: remove --{flag}")
-        return _conclude(checklist.recorded_cluster(recorded_machines(options.from_)), options)
+        return _check_cluster(checklist.recorded_cluster(recorded_machines(options.from_)), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
         return LocalWorld(
@@ -92,11 +92,13 @@ def main(arguments: list[str]) -> int:
             reported_codes=(1, 2),  # a failed check and wrong usage are not crashes
         ).run()
     if identity.size == 1:
-        return _conclude(checklist.collect_this_host(options.device, bool(options.active)), options)
-    return _conclude(_collect_world(identity, options), options, quiet=identity.rank != 0)
+        return _check_cluster(
+            checklist.collect_this_host(options.device, bool(options.active)), options
+        )
+    return _check_cluster(_collect_world(identity, options), options, quiet=identity.rank != 0)
 
 
-def _conclude(cluster: "Cluster", options: Doctor, quiet: bool = False) -> int:
+def _check_cluster(cluster: "Cluster", options: Doctor, quiet: bool = False) -> int:
     """Run the checks, print and write the findings unless `quiet`, and return the exit code."""
     findings = checklist.run_checks(cluster)
     exit_code = int(any(finding.status == "fail" for finding in findings))
@@ -142,7 +144,7 @@ def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
         return checklist.collect_from_ranks(
             _peers(identity.rank, ranks, store),
             machine,
-            _gpu_of_each(ranks, options.device),
+            _gpu_of_each_rank(ranks, options.device),
             options.device,
             (lambda: _all_reduce_error(identity.rank, ranks, store)) if active else None,
             progress,
@@ -209,7 +211,7 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
     return ranks[rank].host
 
 
-def _gpu_of_each(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
+def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
     """Return the GPU of each rank: as in tutti.init, the ranks of a host use its GPUs in turn."""
     if device == "cpu" or not all(info.gpus for info in ranks):
         return [None] * len(ranks)

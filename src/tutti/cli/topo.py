@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
         check_writable(f"--{flag}", getattr(options, flag))
     if options.from_ is not None:
         return _show(recorded_machines(options.from_), options)
-    alone = identify(os.environ).size == 1
-    if options.ranks is not None and alone:
+    single_process = identify(os.environ).size == 1
+    if options.ranks is not None and single_process:
         return LocalWorld(
             command=[sys.executable, "-m", "tutti", "topo", *arguments],
             ranks=options.ranks,
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
             show="first",
             start_timeout=options.start_timeout,
         ).run()
-    if alone:
+    if single_process:
         return _show([observe()], options)
     from tutti.world.exchange import gather_json
     from tutti.world.world import init

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tutti.machine.cpu_numa import NumaNode
 from tutti.machine.gpus import Accelerator, NvLink
-from tutti.machine.nics import Nic, RdmaPort
+from tutti.machine.nics import CONGESTION_COUNTERS, Nic, RdmaPort
 from tutti.machine.recording import Machine
 
 Rows = Iterator[dict[str, Any]]
@@ -78,6 +78,7 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
     if not a.path or not b.path:
         return "?", "/sys does not show the PCI path of a device"
     if a.path[0] == b.path[0]:
+        # PCI devices form a tree: if two paths share an entry, they share all entries before it.
         shared = sum(x == y for x, y in zip(a.path, b.path, strict=False))
         if shared == 1:
             return "PHB", f"both are on root complex {a.path[0]}, without a common bridge"
@@ -121,12 +122,6 @@ def _total_speed(links: Sequence[NvLink]) -> float | None:
 
 # --- network interfaces --------------------------------------------------------------------------
 
-# RDMA counters of congestion control, which are not errors.
-_CONGESTION = (
-    *("port_xmit_wait", "np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets"),
-    *("roce_slow_restart",),
-)
-
 
 @dataclass(frozen=True)
 class Interface:
@@ -166,7 +161,7 @@ class Interface:
             counts.update(
                 rx_errors=self.netdev.rx_errors or 0, tx_errors=self.netdev.tx_errors or 0
             )
-        return {name: n for name, n in counts.items() if n and name not in _CONGESTION}
+        return {name: n for name, n in counts.items() if n and name not in CONGESTION_COUNTERS}
 
 
 # --- the host ------------------------------------------------------------------------------------

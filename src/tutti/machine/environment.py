@@ -20,8 +20,8 @@ from tutti.machine import cpu_numa
 from tutti.machine.gpus import nvml
 from tutti.machine.sysfs import SysFiles
 
-_NAMES = tomllib.loads(Path(__file__).with_name("recorded_names.toml").read_text())
-_PER_PROCESS = _NAMES["variables"]["per_process"].split()
+RECORDED_NAMES = tomllib.loads(Path(__file__).with_name("recorded_names.toml").read_text())
+_PER_PROCESS = RECORDED_NAMES["variables"]["per_process"].split()
 
 
 def describe_environment() -> dict[str, Any]:
@@ -85,8 +85,8 @@ _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNO
 
 def read_variables() -> dict[str, str]:
     """The allow-listed environment variables of this process."""
-    recorded = {*_NAMES["variables"]["names"].split(), *_PER_PROCESS}
-    prefixes = tuple(_NAMES["variables"]["prefixes"].split())
+    recorded = {*RECORDED_NAMES["variables"]["names"].split(), *_PER_PROCESS}
+    prefixes = tuple(RECORDED_NAMES["variables"]["prefixes"].split())
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -154,7 +154,9 @@ def read_virtualisation(files: SysFiles) -> str | None:
     """The name of the hypervisor, or none. On x86, a CPU flag shows whether one is present."""
     flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
-    name = next((kind for word, kind in _NAMES["hypervisors"].items() if word in product), None)
+    name = next(
+        (kind for word, kind in RECORDED_NAMES["hypervisors"].items() if word in product), None
+    )
     if flags is not None:
         return (name or "unnamed hypervisor") if "hypervisor" in flags.split() else "none"
     if name is None:
@@ -186,7 +188,7 @@ def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
     text = files.text("/proc/cmdline", "kernel_parameters")
     if text is None:
         return None
-    names = _NAMES["kernel"]["parameters"].split()
+    names = RECORDED_NAMES["kernel"]["parameters"].split()
     return tuple(word for word in text.split() if word.partition("=")[0] in names)
 
 
@@ -196,12 +198,12 @@ def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
     if text is None:
         return None
     loaded = re.findall(r"(?m)^\w+", text)
-    return tuple(name for name in _NAMES["kernel"]["modules"].split() if name in loaded)
+    return tuple(name for name in RECORDED_NAMES["kernel"]["modules"].split() if name in loaded)
 
 
 def read_sysctls(files: SysFiles) -> dict[str, str]:
     """Kernel settings about TCP buffers, ports, NUMA balancing and memory."""
-    names = _NAMES["kernel"]["sysctls"].split()
+    names = RECORDED_NAMES["kernel"]["sysctls"].split()
     values = {name: files.text(f"/proc/sys/{name.replace('.', '/')}") for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value is not None}
 

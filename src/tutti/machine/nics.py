@@ -7,6 +7,7 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
+from tutti.machine.environment import RECORDED_NAMES
 from tutti.machine.sysfs import SysFiles
 
 NicKind = Literal["physical", "bond", "bridge", "vlan", "loopback", "virtual"]
@@ -70,14 +71,8 @@ _SIOCGIFADDR = 0x8915
 _ARPHRD_LOOPBACK = 772
 _NET, _RDMA = "/sys/class/net", "/sys/class/infiniband"
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_COUNTERS = (
-    *("symbol_error", "link_downed", "link_error_recovery", "port_rcv_errors"),
-    *("port_rcv_remote_physical_errors", "port_xmit_discards", "port_xmit_wait"),
-    *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
-    *("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err"),
-    *("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets"),
-    *("roce_adp_retrans", "roce_slow_restart", "rx_icrc_encapsulated", "out_of_buffer"),
-)
+CONGESTION_COUNTERS = tuple(RECORDED_NAMES["rdma"]["congestion_counters"].split())
+_COUNTERS = (*RECORDED_NAMES["rdma"]["error_counters"].split(), *CONGESTION_COUNTERS)
 
 
 def interface_address(name: str) -> str | None:

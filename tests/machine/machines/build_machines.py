@@ -206,7 +206,7 @@ def degraded_nvlink() -> Machine:
 
 def vm_hidden_pcie() -> Machine:
     """A virtual machine with four A10 that hides PCI paths and NUMA nodes."""
-    hidden = "/sys/bus/pci/devices is empty or hidden"
+    hidden = "/sys/bus/pci/devices is empty or does not exist"
     gpus = [
         replace(
             a10(index, f"0000:00:{0x1B + index:02x}.0"),
@@ -221,10 +221,10 @@ def vm_hidden_pcie() -> Machine:
     )
     unknown = {
         "pci": hidden,
-        "numa": "/sys/devices/system/node is empty or hidden",
-        "cpus.packages": "/sys/devices/system/cpu/cpu*/topology is hidden",
-        "cpus.cores": "/sys/devices/system/cpu/cpu*/topology is hidden",
-        "iommu_groups": "/sys/kernel/iommu_groups is hidden",
+        "numa": "/sys/devices/system/node is empty or does not exist",
+        "cpus.packages": "/sys/devices/system/cpu/cpu*/topology cannot be read",
+        "cpus.cores": "/sys/devices/system/cpu/cpu*/topology cannot be read",
+        "iommu_groups": "/sys/kernel/iommu_groups does not exist",
         "nics[0].pci_address": "/sys/devices/virtio0 is not on a PCI bus",
         "nics[0].numa_node": "/sys/devices/virtio0/numa_node: No such file or directory",
     }
@@ -321,7 +321,7 @@ def cpu_only() -> Machine:
         for each in devices(nodes[0], {path: "nic"}, generation=1, driver="virtio-pci")
     ]
     nic = ethernet("eth0", path[-1], None, "virtio_net", None)
-    says = "numa_node says -1: the firmware does not tell"
+    reason = "numa_node is -1"
     made = machine(
         "small-vm",
         product=None,
@@ -334,8 +334,8 @@ def cpu_only() -> Machine:
         classes=lambda a, b: None,
         unknown={
             "accelerators": "NVML: NVML Shared Library Not Found",
-            "pci[0].numa_node": says,
-            "nics[0].numa_node": says,
+            "pci[0].numa_node": reason,
+            "nics[0].numa_node": reason,
         },
     )
     return replace(

@@ -14,19 +14,19 @@ from tutti.machine.recording import Machine
 
 GIB = 1 << 30
 
-# Field name → why it is unknown on these machines.
+# Field name → why the field is unknown on these machines.
 REASONS = {
     "retired_pages": "NVML RetiredPages: Not Supported",
     "retired_pages_pending": "NVML RetiredPagesPendingStatus: Not Supported",
-    "fabric_healthy": "the fabric's state is not_supported: it tells nothing of its health",
-    "speed_mbps": "/sys/class/net/*/speed says -1",
-    "pci_address": "no device stands behind it",
-    "numa_node": "no device stands behind it",
+    "fabric_healthy": "fabric state not_supported: no health is reported",
+    "speed_mbps": "/sys/class/net/*/speed is -1",
+    "pci_address": "the interface has no hardware device",
+    "numa_node": "the interface has no hardware device",
     "carrier": "/sys/class/net/*/carrier: Invalid argument",
     "correctable_errors": "aer_dev_correctable: No such file or directory",
     "uncorrectable_errors": "aer_dev_nonfatal: No such file or directory",
     "link": "max_link_speed: No such file or directory",
-    "product": "/sys/class/dmi/id is hidden",
+    "product": "/sys/class/dmi/id cannot be read",
     "kernel_modules": "/proc/modules: No such file or directory",
 }
 
@@ -35,14 +35,16 @@ def ports_of(*places: tuple[int, int]) -> tuple[str, ...]:
     return tuple(f"0000:{bus:02x}:{device:02x}.0" for bus, device in places)
 
 
-def numa(parts: Sequence[tuple[str, int]], far: int) -> tuple[NumaNode, ...]:
+def numa(parts: Sequence[tuple[str, int]], remote_distance: int) -> tuple[NumaNode, ...]:
     return tuple(
         NumaNode(
             id=number,
             cpus=cpus,
             memory_bytes=gib * GIB,
             free_bytes=gib * GIB * 15 // 16,
-            distances=tuple(10 if number == other else far for other in range(len(parts))),
+            distances=tuple(
+                10 if number == other else remote_distance for other in range(len(parts))
+            ),
         )
         for number, (cpus, gib) in enumerate(parts)
     )
@@ -59,16 +61,16 @@ def devices(
     drivers = {"gpu": "nvidia", "nvswitch": "nvidia-nvswitch", "nic": driver, "bridge": "pcieport"}
     makers = {"mlx5_core": "0x15b3", "ixgbe": "0x8086", "bnxt_en": "0x14e4", "virtio-pci": "0x1af4"}
     vendors = {"gpu": "0x10de", "nvswitch": "0x10de", "nic": makers[driver], "bridge": "0x1000"}
-    made = {}
+    by_address = {}
     for path, kind in kinds.items():
         for depth in range(2, len(path) + 1):
-            here = kind if depth == len(path) else "bridge"
-            made[path[depth - 1]] = PciDevice(
+            own_kind = kind if depth == len(path) else "bridge"
+            by_address[path[depth - 1]] = PciDevice(
                 address=path[depth - 1],
-                kind=here,
+                kind=own_kind,
                 path=path[:depth],
-                vendor=vendors[here],
-                driver=drivers[here],
+                vendor=vendors[own_kind],
+                driver=drivers[own_kind],
                 numa_node=node.id,
                 local_cpus=node.cpus,
                 link=PcieLink(generation, width, generation, width),
@@ -77,7 +79,7 @@ def devices(
                 correctable_errors=0,
                 uncorrectable_errors=0,
             )
-    return [made[address] for address in sorted(made)]
+    return [by_address[address] for address in sorted(by_address)]
 
 
 def h100(index: int, address: str, node: NumaNode, peers: Sequence[tuple[Any, str]]) -> Accelerator:

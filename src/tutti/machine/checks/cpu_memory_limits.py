@@ -18,7 +18,7 @@ def memlock(machine: Machine) -> Findings:
         observed = f"memlock is {size}, but RDMA locks its buffers in memory"
         cure = "raise memlock for login shells and for the job daemon (slurmd: LimitMEMLOCK)"
         yield fail("machine", observed, cure=cure)
-    yield passed(f"memlock {size}{'' if machine.has_rdma else '; no RDMA needs more'}")
+    yield passed(f"memlock {size}{'' if machine.has_rdma else '; enough without RDMA'}")
 
 
 @host_check("limits.open_files")

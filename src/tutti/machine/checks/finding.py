@@ -69,7 +69,7 @@ fail = partial(_problem, "fail")
 
 # --- checks --------------------------------------------------------------------------------------
 
-Judge = Callable[[Cluster, int], Iterable[Finding]]
+CheckFunction = Callable[[Cluster, int], Iterable[Finding]]
 
 _DESCRIPTIONS = tomllib.loads(Path(__file__).with_name("check_descriptions.toml").read_text())
 
@@ -82,7 +82,7 @@ class Check:
     about: str
     why: str
     cure: str
-    judge: Judge
+    function: CheckFunction
     per_host: bool = True
     """Whether the check examines each host separately (True) or all hosts together (False)."""
     expected: str = ""
@@ -94,7 +94,7 @@ class Check:
         hosts = [machine.host for machine in cluster.machines] if self.per_host else [""]
         for index, host in enumerate(hosts):
             try:
-                found = list(self.judge(cluster, index)) or [passed("no problem found", scope)]
+                found = list(self.function(cluster, index)) or [passed("no problem found", scope)]
             except Skip as reason:
                 found = [Finding("skip", scope, str(reason))]
             except Exception as error:
@@ -112,20 +112,21 @@ class Check:
                 yield replace(finding, **changes)
 
 
-def host_check(id: str, per_host: bool = True) -> Callable[[Judge], Check]:
+def host_check(id: str, per_host: bool = True) -> Callable[[CheckFunction], Check]:
     """Decorator for a check that examines one host and the ranks on it."""
     group, _, name = id.partition(".")
-    return lambda judge: Check(id, **_DESCRIPTIONS[group][name], judge=judge, per_host=per_host)
+    description = _DESCRIPTIONS[group][name]
+    return lambda function: Check(id, **description, function=function, per_host=per_host)
 
 
 def machine_check(id: str) -> Callable[[Callable[[Machine], Iterable[Finding]]], Check]:
     """Decorator for a check that examines one machine."""
-    return lambda judge: host_check(id)(lambda cluster, host: judge(cluster.machines[host]))
+    return lambda function: host_check(id)(lambda cluster, host: function(cluster.machines[host]))
 
 
 def cluster_check(id: str) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
     """Decorator for a check that compares hosts and ranks."""
-    return lambda judge: host_check(id, per_host=False)(lambda cluster, host: judge(cluster))
+    return lambda function: host_check(id, per_host=False)(lambda cluster, host: function(cluster))
 
 
 # --- text ----------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def invalid_values(machine: Machine) -> Findings:
 def omp_threads(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     ranks = max(1, cluster.ranks_on(host))
-    own, cpus = len(parse_cpu_list(machine.cpus.allowed)), cluster.cpus_on(host)
+    own_cpus, cpus = len(parse_cpu_list(machine.cpus.allowed)), cluster.cpus_on(host)
     if isinstance(machine.limits.cgroup_cpus, int | float):
         cpus = min(cpus, max(1, round(machine.limits.cgroup_cpus)))
     value = machine.variables.get("OMP_NUM_THREADS", "")
@@ -147,8 +147,8 @@ def omp_threads(cluster: Cluster, host: int) -> Findings:
     command = f"export OMP_NUM_THREADS={share}"
     if value and not threads.isdecimal():
         yield warn("machine", f"OMP_NUM_THREADS={value}", "a number", command)
-    elif not value and ranks > 1 and len(machine.accelerators) > 1 and ranks * own > cpus:
-        observed = f"OMP_NUM_THREADS is not set: {ranks} ranks start {own} threads each"
+    elif not value and ranks > 1 and len(machine.accelerators) > 1 and ranks * own_cpus > cpus:
+        observed = f"OMP_NUM_THREADS is not set: {ranks} ranks start {own_cpus} threads each"
         yield warn("machine", observed, f"{share}: {cpus} CPUs / {ranks} ranks", command)
     elif value and int(threads) * ranks > 2 * cpus:
         observed = f"OMP_NUM_THREADS={value} × {ranks} rank{'s' * (ranks > 1)} on {cpus} CPUs"

@@ -73,7 +73,8 @@ def interface_variables(cluster: Cluster, host: int) -> Findings:
             continue
         setting = f"{variable}={variables[variable]}"
         nics = selected_nics(variable, variables[variable], machine.nics)
-        expected = "one of " + (", ".join(nic.name for nic in external_nics(machine)) or "none up")
+        names = ", ".join(nic.name for nic in external_nics(machine))
+        expected = f"one of {names}" if names else "an interface that is up"
         command = f"unset {variable}"
         if not nics:
             yield fail("machine", f"{setting} matches no interface", expected, command)
@@ -213,7 +214,7 @@ def connections(cluster: Cluster) -> Findings:
                 "connections on all ports above 1024 between all hosts",
                 f"sudo ufw allow from {src}  # on {dst}, or with the firewall in use there",
             )
-    yield passed(f"{len(attempts)} connections of {len(cluster.machines)} hosts", "world")
+    yield passed(f"{len(attempts)} connections between {len(cluster.machines)} hosts", "world")
 
 
 # --- RDMA ----------------------------------------------------------------------------------------
@@ -254,16 +255,16 @@ def port_rate(cluster: Cluster) -> Findings:
     if not rates:
         raise Skip("no active RDMA port")
     for machine, port, rate in rates:
-        slot = _slot(machine, port)
+        kind = _card_kind(machine, port)
         other_hosts = [other for _, p, other in rates if p.device == port.device]
-        same_host = [other for m, p, other in rates if m is machine and _slot(m, p) == slot]
+        same_host = [other for m, p, other in rates if m is machine and _card_kind(m, p) == kind]
         expected = max(median(same_host), *other_hosts)
         if rate < expected:
             text = f"{expected:g} Gbit/s, as other ports"
             yield fail(f"nic:{port.device}", f"{rate:g} Gbit/s", text, host=machine.host)
 
 
-def _slot(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
+def _card_kind(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
     """A key that is equal for ports of the same kind of card.
 
     A management card, for example, has another driver or a PCIe link of another width.
