@@ -1,7 +1,7 @@
-"""The compiled parts; everything else about the package is in pyproject.toml.
+"""Builds the compiled libraries; everything else about the package is in pyproject.toml.
 
-What is not compiled here (no compiler, or no torch because the build is isolated) is compiled at
-first use: src/tutti/comm/shm/jit_build.py, which also has the sources and flags.
+A library that cannot be built here (no compiler, or an isolated build without torch) is compiled at
+first use by src/tutti/comm/shm/jit_build.py, which also has the sources and flags.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 
 _spec = importlib.util.spec_from_file_location("jit_build", "src/tutti/comm/shm/jit_build.py")
 jit_build = importlib.util.module_from_spec(_spec)
-sys.modules["jit_build"] = jit_build  # dataclasses look it up
+sys.modules["jit_build"] = jit_build  # the dataclasses in it look up their module
 _spec.loader.exec_module(jit_build)
 
 
@@ -36,12 +36,12 @@ def extension(library) -> Extension:
 
 
 def extensions() -> list[Extension]:
-    found = [extension(jit_build.core_library())]
+    built = [extension(jit_build.core_library())]
     try:
-        found.append(extension(jit_build.front_library()))
+        built.append(extension(jit_build.front_library()))
     except ImportError:
-        print("torch is not visible to this build: the shm front is compiled at first use")
-    return found
+        print("this build cannot import torch: the shm front is compiled at first use")
+    return built
 
 
 setup(ext_modules=extensions())

@@ -24,8 +24,8 @@ def _step(end: float) -> dict[str, Any]:
     return x("user_annotation", "ProfilerStep#0", 0, end)
 
 
-def _rows(folder: Path, *ranks: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """The explanation of traces with these events, one list for each rank."""
+def _rows(folder: Path, *ranks: list[dict[str, Any]], **metadata: Any) -> dict[str, Any]:
+    """Explain traces with these events, one list for each rank, and this metadata."""
     folder.mkdir(exist_ok=True)
     files = []
     for rank, events in enumerate(ranks):
@@ -34,7 +34,7 @@ def _rows(folder: Path, *ranks: list[dict[str, Any]], **about: Any) -> dict[str,
         group["ranks"] = list(range(len(ranks)))
         content = {"distributedInfo": info, "traceEvents": events, "host_name": "n0"}
         files.append(folder / f"rank{rank}.json")
-        files[-1].write_text(json.dumps(content | about))
+        files[-1].write_text(json.dumps(content | metadata))
     return explain(files).rows()
 
 
@@ -48,7 +48,7 @@ def _message(called: float, start: float, end: float, size: int) -> list[dict[st
 
 
 def _ddp(bucket: int, first: int | None = None) -> list[dict[str, Any]]:
-    """A step of this machine with buckets of `bucket` bytes."""
+    """A step of the simulated machine with buckets of `bucket` bytes."""
     end = FORWARD + 10.0 * GRADIENTS + 1
     events = [x("cpu_op", "aten::mm", 0, end) | {"tid": 8}]
     sent, free, limit = 0, 0.0, first or bucket
@@ -77,19 +77,21 @@ def _exposed(rows: dict[str, Any]) -> float:
 def test_latency_and_bandwidth_are_fitted_and_never_negative() -> None:
     sizes = (1000, 8000, 64_000)
 
-    right = fit_message_cost([(size, 2e-4 + 1e-9 * size) for size in sizes])
+    exact = fit_message_cost([(size, 2e-4 + 1e-9 * size) for size in sizes])
     faster = fit_message_cost([(size, 1e-3 - 1e-9 * size) for size in sizes])
     similar_sizes = fit_message_cost([(4000, 1e-3), (5000, 1e-3)])
 
-    assert right is not None and faster is not None and similar_sizes is not None
-    assert (right.alpha, right.beta) == pytest.approx((2e-4, 1e-9))
-    assert right.separated
+    assert exact is not None and faster is not None and similar_sizes is not None
+    assert (exact.alpha, exact.beta) == pytest.approx((2e-4, 1e-9))
+    assert exact.separated
     assert faster.beta == 0 and faster.alpha == pytest.approx(1e-3, rel=0.1)
     assert not similar_sizes.separated
     assert fit_message_cost([]) is None
 
 
-def test_the_gain_of_larger_buckets_is_what_this_machine_gains(tmp_path: Path) -> None:
+def test_the_predicted_gain_of_larger_buckets_is_the_gain_of_the_simulated_machine(
+    tmp_path: Path,
+) -> None:
     """100 messages of 4 KB need 20.4 ms behind a backward of 4 ms; one bucket needs 0.6 ms."""
     before = _rows(tmp_path / "before", _ddp(4096, first=1024), _ddp(4096, first=1024))
     advice = _only(before, "buckets")
@@ -152,7 +154,7 @@ def test_accumulation_names_the_learning_rate(tmp_path: Path) -> None:
     exposed = ALPHA + BETA * 1024 * GRADIENTS  # one bucket, after backward
 
     assert "learning rate" in advice["try"]
-    assert "over 4 batches" in advice["try"]  # 11 % of the step, of which less than 5 remain
+    assert "over 4 batches" in advice["try"]  # 11 % of the step is exposed; less than 5 % remains
     assert advice["gain_s"] == pytest.approx(exposed * 3 / 4 / 1e6, rel=0.01)
 
 
@@ -227,9 +229,9 @@ def test_too_many_threads_are_reported_with_a_number_that_fits(tmp_path: Path) -
         sizes = {"Input Dims": [[32, 64], [64, 64]]}
         return [_step(1000), x("cpu_op", "aten::mm", 0, compute, **sizes)]
 
-    crowd = {"threads": 4, "cpus": [0, 1, 2, 3]}
-    advice = _only(_rows(tmp_path, rank(400), rank(600), tutti=crowd), "binding")
-    equal = _only(_rows(tmp_path, rank(600), rank(600), tutti=crowd), "binding")
+    shared_cpus = {"threads": 4, "cpus": [0, 1, 2, 3]}
+    advice = _only(_rows(tmp_path, rank(400), rank(600), tutti=shared_cpus), "binding")
+    equal = _only(_rows(tmp_path, rank(600), rank(600), tutti=shared_cpus), "binding")
 
     assert "OMP_NUM_THREADS=2" in advice["try"]
     assert advice["gain_s"] == pytest.approx(100e-6)  # the slower rank would take the mean
@@ -289,9 +291,9 @@ def test_sharding_or_replicas_are_advised_by_free_memory(tmp_path: Path) -> None
     replicas = _sharded([("allreduce", 1_000_000, 100, 300)])
 
     def rows(name: str, events: list[dict[str, Any]], used: float, has: float) -> dict[str, Any]:
-        about = {"tutti": {"device_memory_bytes": used}, "deviceProperties": [{}]}
-        about["deviceProperties"][0]["totalGlobalMem"] = has
-        return _rows(tmp_path / name, events, events, **about)
+        metadata = {"tutti": {"device_memory_bytes": used}, "deviceProperties": [{}]}
+        metadata["deviceProperties"][0]["totalGlobalMem"] = has
+        return _rows(tmp_path / name, events, events, **metadata)
 
     free = _only(rows("free", sharded, 10e6, 80e6), "replicas")
     full = _only(rows("full", replicas, 76e6, 80e6), "sharding")
@@ -310,8 +312,11 @@ def test_a_gain_on_another_axis_does_not_reduce_that_of_accumulation(tmp_path: P
             ("allreduce", 1_000_000, 600, 900),
         ]
     )
-    about = {"deviceProperties": [{"totalGlobalMem": 80e6}], "tutti": {"device_memory_bytes": 1e6}}
-    rows = _rows(tmp_path, events, events, **about)
+    metadata = {
+        "deviceProperties": [{"totalGlobalMem": 80e6}],
+        "tutti": {"device_memory_bytes": 1e6},
+    }
+    rows = _rows(tmp_path, events, events, **metadata)
 
     assert _only(rows, "replicas")["gain_s"] == pytest.approx(100e-6)
     assert _only(rows, "accumulation")["gain_s"] == pytest.approx(300e-6 * 7 / 8)

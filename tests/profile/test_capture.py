@@ -22,15 +22,15 @@ def _step() -> None:
     torch.ones(4, requires_grad=True).sum().backward()
 
 
-def _about(directory: Path, rank: int = 0) -> dict[str, Any]:
+def _metadata(directory: Path, rank: int = 0) -> dict[str, Any]:
     file = TraceFile(directory / f"rank{rank}.json.gz")
     numbers = []
     for event in file.events():
         number = re.fullmatch(r"ProfilerStep#(\d+)", str(event.get("name")))
         if number and event.get("cat") == "user_annotation":
             numbers.append(int(number[1]))
-    about: dict[str, Any] = file.metadata["tutti"]
-    return {**about, "numbers": sorted(numbers)}
+    metadata: dict[str, Any] = file.metadata["tutti"]
+    return {**metadata, "numbers": sorted(numbers)}
 
 
 def test_a_loop_that_ends_early_records_the_number_of_complete_steps(tmp_path: Path) -> None:
@@ -39,9 +39,9 @@ def test_a_loop_that_ends_early_records_the_number_of_complete_steps(tmp_path: P
             _step()
             capture.step()
 
-    about = _about(tmp_path)
-    assert about["numbers"] == [2, 3, 4, 5]  # torch closes the step that had begun
-    assert about["steps"] == 5
+    metadata = _metadata(tmp_path)
+    assert metadata["numbers"] == [2, 3, 4, 5]  # torch closes the step that had begun
+    assert metadata["steps"] == 5
 
 
 def test_a_finished_schedule_has_only_complete_steps(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_a_finished_schedule_has_only_complete_steps(tmp_path: Path) -> None:
             _step()
             capture.step()
 
-    about = _about(tmp_path)
-    assert about["numbers"] == [2, 3]
-    assert about["steps"] == 4
+    metadata = _metadata(tmp_path)
+    assert metadata["numbers"] == [2, 3]
+    assert metadata["steps"] == 4
 
 
 def test_nothing_is_written_before_a_recorded_step_has_ended(tmp_path: Path) -> None:
@@ -67,55 +67,60 @@ def test_nothing_is_written_before_a_recorded_step_has_ended(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("wait", "warmup", "kept"),
-    [(4, 2, 0), (8, 1, 3), (2, 5, 0)],  # during our warm-up, during our recording, before both
+    [(4, 2, 0), (8, 1, 3), (2, 5, 0)],  # while the capture warms up, while it records, before both
 )
 def test_a_profiler_that_the_program_starts_later_has_priority(
     wait: int, warmup: int, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = torch.autograd.profiler.profile._prepare_trace
+    original = torch.autograd.profiler.profile._prepare_trace
     optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
     Capture(tmp_path, wait=2, warmup=2, active=9).follow_optimizers()
-    order = torch.profiler.schedule(wait=wait, warmup=warmup, active=2, repeat=1)
-    with torch.profiler.profile(schedule=order) as mine:
+    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=2, repeat=1)
+    with torch.profiler.profile(schedule=schedule) as program_profiler:
         for _ in range(14):
             _step()
             optimizer.step()
-            mine.step()
+            program_profiler.step()
 
-    assert any(event.name == "aten::sum" for event in mine.events())
+    assert any(event.name == "aten::sum" for event in program_profiler.events())
     errors = capsys.readouterr().err
-    assert errors.count("a torch.profiler of its own") == len(errors.splitlines()) == 1
-    assert torch.autograd.profiler.profile._prepare_trace is given
+    assert errors.count("its own torch.profiler") == len(errors.splitlines()) == 1
+    assert torch.autograd.profiler.profile._prepare_trace is original
     assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
     if kept:
-        assert _about(tmp_path)["steps"] == 2 + 2 + kept
-    mine.export_chrome_trace(str(tmp_path / "theirs.json"))
+        assert _metadata(tmp_path)["steps"] == 2 + 2 + kept
+    program_profiler.export_chrome_trace(str(tmp_path / "program.json"))
     first = wait + warmup
-    assert [each.number for each in read_rank(tmp_path / "theirs.json").steps] == [first, first + 1]
+    assert [each.number for each in read_rank(tmp_path / "program.json").steps] == [
+        first,
+        first + 1,
+    ]
 
 
-def test_an_idle_profiler_of_the_program_marks_no_steps_in_our_trace(tmp_path: Path) -> None:
-    given = torch.profiler.profile.step
+def test_an_idle_profiler_of_the_program_marks_no_steps_in_the_captured_trace(
+    tmp_path: Path,
+) -> None:
+    original = torch.profiler.profile.step
     optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
     Capture(tmp_path, wait=1, warmup=1, active=4).follow_optimizers()
-    order = torch.profiler.schedule(wait=50, warmup=1, active=2)
-    with torch.profiler.profile(schedule=order) as mine:
+    schedule = torch.profiler.schedule(wait=50, warmup=1, active=2)
+    with torch.profiler.profile(schedule=schedule) as program_profiler:
         for _ in range(8):
             _step()
             optimizer.step()
-            mine.step()
+            program_profiler.step()
 
     assert [each.number for each in read_rank(tmp_path / "rank0.json.gz").steps] == [2, 3, 4, 5]
-    assert torch.profiler.profile.step is given
+    assert torch.profiler.profile.step is original
 
 
 def test_shapes_are_recorded_on_cpus_even_if_the_host_has_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    profiler_options: dict[str, Any] = {}
 
     def profiler(**options: Any) -> Mock:
-        asked.update(options)
+        profiler_options.update(options)
         return Mock()
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,7 +128,7 @@ def test_shapes_are_recorded_on_cpus_even_if_the_host_has_gpus(
     with Capture(tmp_path):
         pass
 
-    assert asked["record_shapes"] is True
+    assert profiler_options["record_shapes"] is True
 
 
 def test_train_profile_enlarges_the_flight_recorder_before_the_first_group(
@@ -131,18 +136,18 @@ def test_train_profile_enlarges_the_flight_recorder_before_the_first_group(
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "")  # restored at the end
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
-    seen = []
+    buffer_sizes = []
 
     def init(**_: Any) -> None:
-        seen.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
-        raise UsageError("that is all")
+        buffer_sizes.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
+        raise UsageError("init is not needed here")
 
     monkeypatch.setattr("tutti.world.world.init", init)
     for flags in ([], ["--profile"]):
         with pytest.raises(UsageError):
             train(["--device", "cpu", *flags, "--out", str(tmp_path)])
 
-    assert seen == [None, "20000"]
+    assert buffer_sizes == [None, "20000"]
 
 
 def test_a_second_training_in_a_command_keeps_the_traces_of_the_first(
@@ -157,7 +162,7 @@ def test_a_second_training_in_a_command_keeps_the_traces_of_the_first(
         paths.append(capture.path)
 
     assert paths == [tmp_path / "rank0.json.gz", None]
-    assert _about(tmp_path)["steps"] == 1
+    assert _metadata(tmp_path)["steps"] == 1
     errors = capsys.readouterr().err
     assert "rank0.json.gz exists" in errors and len(errors.splitlines()) == 1
 
@@ -169,7 +174,7 @@ def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:
                 _step()
                 capture.step()
 
-    assert _about(tmp_path)["steps"] == 2
+    assert _metadata(tmp_path)["steps"] == 2
 
 
 def test_a_folder_does_not_hide_a_tutti_command(

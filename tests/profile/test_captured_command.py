@@ -60,15 +60,15 @@ def test_a_trace_has_the_times_of_unrecorded_steps(
     gloo: tuple[Path, dict[str, Any]],
 ) -> None:
     for path, row in zip(sorted((gloo[0] / "traces").iterdir()), gloo[1]["ranks"], strict=True):
-        about = read_rank(path).capture_info
+        info = read_rank(path).capture_info
 
-        assert len(about["step_s"]) == 1  # one step during --wait
-        assert about["step_s"][0] > 0.9 * SLEEP_S  # one sleeps, the others wait for it
-        assert 0.5 < about["overhead"] < 20
-        assert row["recording_overhead"] == about["overhead"]
-        assert about["batch"] == 16  # of the DataLoader
-        assert about["threads"] == 1
-        assert about["cpus"] == sorted(os.sched_getaffinity(0))
+        assert len(info["step_s"]) == 1  # one step during --wait
+        assert info["step_s"][0] > 0.9 * SLEEP_S  # rank LATE sleeps, the other ranks wait for it
+        assert 0.5 < info["overhead"] < 20
+        assert row["recording_overhead"] == info["overhead"]
+        assert info["batch"] == 16  # batch size of the DataLoader
+        assert info["threads"] == 1
+        assert info["cpus"] == sorted(os.sched_getaffinity(0))
 
 
 @pytest.mark.measured
@@ -158,8 +158,8 @@ def test_the_merged_trace_has_an_arrow_for_every_matched_collective(
 @pytest.mark.measured
 def test_shm_under_tutti_run_is_explained_like_gloo(tmp_path: Path) -> None:
     run = ["tutti", "run", "-n", str(RANKS), "--device", "cpu", SCRIPT, "shm", "10"]
-    board = ["--tensorboard", tmp_path / "board"]
-    rows = _profile(tmp_path / "out", run, {"LATE": str(LATE)}, board)
+    tensorboard = ["--tensorboard", tmp_path / "board"]
+    rows = _profile(tmp_path / "out", run, {"LATE": str(LATE)}, tensorboard)
 
     _assert_named_with_its_cost(rows)
     assert {each["backend"] for each in rows["ranks"]} == {"shm"}
@@ -223,12 +223,12 @@ NVTX = """
 import torch
 model = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-seen = set()
+profiler_types = set()
 for _ in range(9):
     model(torch.ones(64, device="cuda")).sum().backward()
     optimizer.step()
-    seen.add(torch._C._autograd._profiler_type().name)
-print(sorted(seen))
+    profiler_types.add(torch._C._autograd._profiler_type().name)
+print(sorted(profiler_types))
 """
 
 
@@ -248,10 +248,10 @@ def test_steps_are_marked_for_nsight_instead_of_recorded(tmp_path: Path) -> None
 
 def test_startup_code_does_not_affect_other_programs(tmp_path: Path) -> None:
     """torch is not imported, the environment's own sitecustomize runs, the exit code is kept."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = True")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.own_sitecustomize = True")
     (tmp_path / "program.py").write_text(
         "import sys, sitecustomize\n"
-        "assert sys.mine and sitecustomize.__file__.endswith('sitecustomize.py')\n"
+        "assert sys.own_sitecustomize and sitecustomize.__file__.endswith('sitecustomize.py')\n"
         "assert 'torch' not in sys.modules and 'tutti' not in sys.modules\n"
         "assert not any(entry.endswith('startup') for entry in sys.path)\n"
         "sys.exit(7)\n"
@@ -269,15 +269,15 @@ def test_startup_code_does_not_affect_other_programs(tmp_path: Path) -> None:
 
 OWN_PROFILER = """
 import importlib.util
-assert importlib.util.find_spec("torch")  # libraries do so before they import it
+assert importlib.util.find_spec("torch")  # some libraries do so before they import torch
 import torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with torch.profiler.profile() as mine:
+with torch.profiler.profile() as own_profiler:
     for _ in range(9):
         model(torch.ones(4)).sum().backward()
         optimizer.step()
-assert any(event.name == "aten::linear" for event in mine.events())
+assert any(event.name == "aten::linear" for event in own_profiler.events())
 """
 
 
@@ -287,7 +287,7 @@ def test_a_program_keeps_its_own_profiler(tmp_path: Path) -> None:
     done = run_command([*TUTTI, "profile", "--", "program.py"], cwd=tmp_path)
 
     assert done.returncode == 2, done.stderr
-    assert "a torch.profiler of its own" in done.stderr
+    assert "its own torch.profiler" in done.stderr
     assert "AssertionError" not in done.stderr
 
 
@@ -323,8 +323,8 @@ def test_an_accelerate_script_is_captured(tmp_path: Path) -> None:
 
     assert [each["rank"] for each in rows["ranks"]] == [0, 1]
     assert any(each["op"] == "all_reduce" for each in rows["comm"])
-    about = read_rank(tmp_path / "out" / "traces" / "rank0.json.gz").capture_info
-    assert about["batch"] == 16  # of its own loader
+    info = read_rank(tmp_path / "out" / "traces" / "rank0.json.gz").capture_info
+    assert info["batch"] == 16  # batch size of each rank's loader
 
 
 LIGHTNING = """

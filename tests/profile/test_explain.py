@@ -1,4 +1,4 @@
-"""Explanations of traces that are written here, event by event."""
+"""Explanations of traces that are written by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_the_straggler_arrives_last_and_has_the_shorter_kernel(
     assert row["cost_s"]["mean"] == pytest.approx(200e-6)
     assert row["late_by_s"]["p50"] == pytest.approx(300e-6)
     assert row["made_wait"] == {"0": pytest.approx(400e-6)}
-    # It computes 600, the other rank 300: that is why it is late.
+    # Rank 1 computes for 600 and the other rank for 300: that is why rank 1 is late.
     assert row["instead"] == {"part": "compute", "seconds": pytest.approx(300e-6)}
 
 
@@ -78,14 +78,14 @@ def test_bandwidth_excludes_waiting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ahead_ns", [7_000_000_000, -40_000_000, 300_000])
 def test_clocks_are_aligned_by_the_ends_of_collectives(tmp_path: Path, ahead_ns: int) -> None:
-    right, skewed = tmp_path / "right", tmp_path / "skewed"
-    right.mkdir(), skewed.mkdir()
+    aligned, skewed = tmp_path / "aligned", tmp_path / "skewed"
+    aligned.mkdir(), skewed.mkdir()
 
     explanation = _two_ranks(skewed, base=ahead_ns, host="n1")
 
     assert explanation.clocks[1].applied_s == pytest.approx(-ahead_ns / 1e9)
     for rank in (0, 1):
-        assert parts(explanation, rank, 0) == parts(_two_ranks(right), rank, 0)
+        assert parts(explanation, rank, 0) == parts(_two_ranks(aligned), rank, 0)
 
 
 def test_a_missing_rank_is_noted_and_the_others_are_explained(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_an_unfinished_step_is_ignored(tmp_path: Path) -> None:
     events += [x("cpu_op", "aten::mm", n * STEP, n * STEP + 900) for n in range(3, 6)]
 
     known = explain([write(tmp_path, 0, events, tutti={"steps": 6})])
-    foreign = explain([write(tmp_path, 0, events)])
+    without_metadata = explain([write(tmp_path, 0, events)])
 
     assert [each.step for each in known.steps] == [3, 4, 5]
     assert known.rows()["ranks"][0]["step_s"]["mean"] == pytest.approx(1e-3)
-    assert len(foreign.steps) == 4
+    assert len(without_metadata.steps) == 4
 
 
 def test_on_a_gpu_a_step_is_the_time_of_its_kernels(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_batch_of_sends_and_receives_without_a_peer_is_a_bubble(tmp_path: Path
     assert (1, PART_NAMES["exposed"]) not in drawn
 
 
-def test_the_merged_trace_has_aligned_ranks_and_arrows_from_the_late_one(tmp_path: Path) -> None:
+def test_the_merged_trace_has_aligned_ranks_and_arrows_from_the_late_rank(tmp_path: Path) -> None:
     explanation = _two_ranks(tmp_path, base=5_000_000, host="n1")
     merged = tmp_path / "merged.json.gz"
 
@@ -309,12 +309,18 @@ def test_collectives_without_a_group_are_not_matched_if_there_are_subgroups(
 
 
 def test_peak_memory_is_of_the_device_not_of_the_cpu_allocator(tmp_path: Path) -> None:
-    def seen(device: int, total: int) -> dict[str, Any]:
+    def memory_event(device: int, total: int) -> dict[str, Any]:
         fields = {"Device Type": device, "Device Id": 0, "Total Allocated": total}
         return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 0, "tid": 7, "args": fields}
 
     def peak(counted: int) -> int | None:
-        events = [step(0), x("kernel", "gemm", 0, 900), seen(0, 9000), seen(1, 500), seen(1, 400)]
+        events = [
+            step(0),
+            x("kernel", "gemm", 0, 900),
+            memory_event(0, 9000),
+            memory_event(1, 500),
+            memory_event(1, 400),
+        ]
         path = write(tmp_path, 0, events, tutti={"device_memory_bytes": counted})
         return explain([path]).traces[0].memory_bytes
 

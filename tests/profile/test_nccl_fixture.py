@@ -1,4 +1,4 @@
-"""Recorded NCCL runs of four ranks on one GPU; overlap is computed a second time by hand.
+"""Recorded NCCL runs of four ranks on one GPU; overlap is also computed independently.
 
 fixtures/nccl4 is DDP, fixtures/nccl4-shard FSDP2, both of `tutti train --recipe gpt`, reduced by
 trim_trace.py; the last test shows that trimming does not change the result.
@@ -43,15 +43,15 @@ def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
     starts, ends = [], []
     for step in events:
         if step.get("cat") == "user_annotation" and step["name"].startswith("ProfilerStep#"):
-            mine = [
+            kernels = [
                 event
                 for event in events
                 if event.get("cat") == "kernel"
                 and event["args"].get("correlation") in launched
                 and 0 <= launched[event["args"]["correlation"]] - step["ts"] <= step["dur"]
             ]
-            starts.append(min(event["ts"] for event in mine))
-            ends.append(max(event["ts"] + event["dur"] for event in mine))
+            starts.append(min(event["ts"] for event in kernels))
+            ends.append(max(event["ts"] + event["dur"] for event in kernels))
     return list(pairwise([*sorted(starts), max(ends)]))
 
 

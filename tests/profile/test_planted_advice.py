@@ -69,12 +69,12 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_small_bucket_is_found(tiny: dict[str, Any]) -> None:
-    of_one = [each for each in tiny["buckets"] if (each["rank"], each["step"]) == (0, 5)]
+    of_one_step = [each for each in tiny["buckets"] if (each["rank"], each["step"]) == (0, 5)]
 
-    assert [each["index"] for each in of_one] == list(range(MESSAGES))
+    assert [each["index"] for each in of_one_step] == list(range(MESSAGES))
     parameters = 30 * (32 * 32 + 32) + (32 * 1536 + 1536) + (1536 * 32 + 32)
-    assert sum(each["bytes"] for each in of_one) == 4 * parameters
-    for each in of_one:
+    assert sum(each["bytes"] for each in of_one_step) == 4 * parameters
+    for each in of_one_step:
         assert 0 < each["ready_s"] <= each["started_s"] <= each["done_s"]
     assert [each["axis"] for each in tiny["comm"]] == ["dp"] * len(tiny["comm"])
 
@@ -90,14 +90,14 @@ def test_a_larger_bucket_is_advised_and_gains_what_was_predicted(
     assert found == tiny["advice"][0]
     assert "buckets of 1 MiB (one bucket)" in found["try"]
 
-    taken = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
+    changed = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
 
-    gained = _length(tiny) - _length(taken)
+    gained = _length(tiny) - _length(changed)
     assert 0.5 * found["gain_s"] < gained < 2 * found["gain_s"]
     # The rest is a share of a short step, in which every disturbance is large.
-    fall = _share(tiny, "exposed") - _share(taken, "exposed")
-    assert fall > (found["share"] - found["remains_share"]) / 3
-    assert _named(taken, "buckets") is None
+    decrease = _share(tiny, "exposed") - _share(changed, "exposed")
+    assert decrease > (found["share"] - found["remains_share"]) / 3
+    assert _named(changed, "buckets") is None
 
 
 @pytest.mark.measured

@@ -42,13 +42,13 @@ def write(
     base: int = 0,
     host: str = "n0",
     name: str = "",
-    **about: Any,
+    **metadata: Any,
 ) -> Path:
-    """`about` is metadata beside the events."""
+    """Write a trace; `metadata` is stored beside the events."""
     path = folder / (name or f"rank{rank}.json")
-    info = {"backend": "nccl", "rank": rank, "world_size": 2} | about.pop("distributedInfo", {})
+    info = {"backend": "nccl", "rank": rank, "world_size": 2} | metadata.pop("distributedInfo", {})
     content = {"distributedInfo": info, "host_name": host, "baseTimeNanoseconds": base}
-    path.write_text(json.dumps(content | about | {"traceEvents": events}))
+    path.write_text(json.dumps(content | metadata | {"traceEvents": events}))
     return path
 
 

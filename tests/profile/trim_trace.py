@@ -39,9 +39,9 @@ def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
     start = min(float(event["ts"]) for event in chosen)
     end = max(float(event["ts"]) + float(event["dur"]) for event in chosen)
     within = [event for event in events if start <= float(event["ts"]) <= end]
-    # The device is behind the host: its kernels of these steps were launched in them.
-    asked = {_argument(event, "correlation") for event in within if event["cat"] in _LAUNCHES}
-    kept = [e for e in events if e["cat"] in _DEVICE and _argument(e, "correlation") in asked]
+    # The device runs behind the host: select the kernels that were launched in these steps.
+    launched = {_argument(event, "correlation") for event in within if event["cat"] in _LAUNCHES}
+    kept = [e for e in events if e["cat"] in _DEVICE and _argument(e, "correlation") in launched]
     # A launch is needed only with its kernel.
     kernels = {_argument(event, "correlation") for event in kept}
     kept += chosen + [event for event in within if _is_kept(event, kernels)]
@@ -51,9 +51,9 @@ def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
         {key: each[key] for key in ("id", "name", "totalGlobalMem") if key in each}
         for each in devices
     ]
-    ours = {k: v for k, v in (file.metadata.get("tutti") or {}).items() if k != "recorder"}
+    capture_info = {k: v for k, v in (file.metadata.get("tutti") or {}).items() if k != "recorder"}
     small = [_small(event) for event in sorted(kept, key=lambda event: float(event["ts"]))]
-    return metadata | {"host_name": "host", "tutti": ours, "traceEvents": small}
+    return metadata | {"host_name": "host", "tutti": capture_info, "traceEvents": small}
 
 
 def _number(event: Event) -> int | None:

@@ -48,8 +48,8 @@ def test_combined_parts_add_up_to_the_mean_step_and_waiting_does_not_shrink(
     assert combined["wait"] >= sum(each["wait"] for each in parts) / len(parts) - 1e-9
 
 
-def _step(seconds: float, **given: float) -> MeasuredStep:
-    return MeasuredStep(seconds, combine_ranks([dict.fromkeys(PARTS, 0.0) | given]))
+def _step(seconds: float, **parts: float) -> MeasuredStep:
+    return MeasuredStep(seconds, combine_ranks([dict.fromkeys(PARTS, 0.0) | parts]))
 
 
 def test_the_excess_of_a_slower_rank_counts_as_waiting_in_full() -> None:
@@ -110,7 +110,7 @@ COMM = [
 ]
 
 
-def _run(ranks: int, repeat: int = 0, **given: Any) -> MeasuredRun:
+def _run(ranks: int, repeat: int = 0, **fields: Any) -> MeasuredRun:
     """One rank takes 100 ms per step; more ranks also communicate for 20 ms."""
     parts = dict.fromkeys(("compute", "wait", "bubble", "input", "host_gap", "rest"), 0.0)
     parts |= {"compute": 0.1, "exposed": 0.02 if ranks > 1 else 0.0}
@@ -119,7 +119,7 @@ def _run(ranks: int, repeat: int = 0, **given: Any) -> MeasuredRun:
         **{"step": MeasuredStep(sum(parts.values()), parts), "hidden": 0.0, "late": None},
         **{"overhead": 1.0, "comm": COMM if ranks > 1 else [], "notes": []},
     }
-    return MeasuredRun(ranks=ranks, repeat=repeat, **values | given)
+    return MeasuredRun(ranks=ranks, repeat=repeat, **values | fields)
 
 
 @pytest.mark.parametrize(("samples", "mode"), [(32.0, "weak"), (16.0, "strong")])

@@ -62,9 +62,9 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
     assert fit is not None and fit.alpha_s == pytest.approx(100e-6, rel=0.1)
 
 
-def _comm(**given: Any) -> dict[str, Any]:
+def _comm(**fields: Any) -> dict[str, Any]:
     row = {"op": "all_reduce", "ranks": 2, "bytes": 1000, "count": 5, "matched": 5}
-    return row | {"transfer_s": {"p50": 0.01}} | given
+    return row | {"transfer_s": {"p50": 0.01}} | fields
 
 
 def test_points_are_made_of_matched_messages_with_a_size() -> None:
@@ -195,8 +195,8 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def test_no_forecast_without_two_sizes_or_without_communication() -> None:
-    alone = forecast([(1, 1.0)], None, None, "weak")
-    silent = forecast([(1, 1.0), (2, 1.0)], _measured_sizes(), None, "weak")
+    one_size = forecast([(1, 1.0)], None, None, "weak")
+    no_communication = forecast([(1, 1.0), (2, 1.0)], _measured_sizes(), None, "weak")
 
-    assert alone["rows"] == silent["rows"] == [] and alone["below"] == {}
-    assert "at least two" in alone["reason"] and "no communication" in silent["reason"]
+    assert one_size["rows"] == no_communication["rows"] == [] and one_size["below"] == {}
+    assert "at least two" in one_size["reason"] and "no communication" in no_communication["reason"]

@@ -304,7 +304,7 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice]:
 
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
     if part != "compute":
-        return "look at its Python code between operators"
+        return f"look at the Python code of rank {rank} between operators"
     work = {trace.rank: trace.work / len(trace.steps) for trace in run.traces}
     own = work.pop(rank)
     others = fmean(work.values())
@@ -312,7 +312,7 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
         return f"split the batch evenly: rank {rank} has {own / others:.1f} times the work"
     if others:
         return "same work but slower: check clock speed, CPU cores and other programs on its host"
-    return "compare its batch and its device with those of the others"
+    return f"compare the batch and the device of rank {rank} with those of the other ranks"
 
 
 def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
@@ -337,7 +337,7 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
             load = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
         cure = "bind each rank to its own CPUs (taskset; tutti run does so)"
         if not cpus_per_rank:
-            cure = f"start at most {len(cpus)} ranks there"
+            cure = f"start at most {len(cpus)} ranks on this host"
         elif threads > len(cpus):
             cure += f", with {cpus_per_rank} threads (OMP_NUM_THREADS={cpus_per_rank})"
         if not uneven:

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 from torch.utils.data import dataloader
 
-_OTHER_PROFILER = "the program runs a torch.profiler of its own: remove it"
+_OTHER_PROFILER = "the program runs its own torch.profiler: remove that profiler"
 # How long a rank that has written its trace waits for the other traces before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
 # Flight recorder entries that are kept in a trace. The entry of a gloo collective has its group and

@@ -167,7 +167,7 @@ def _advice(rows: dict[str, Any]) -> Iterator[str]:
         return
     if len(rows["ranks"]) > 1:
         yield ""
-    yield "to try, in this order; gains on the same cause do not add up"
+    yield "advice, in the order to try; gains on the same cause do not add up"
     for advice in rows["advice"][:_MOST_ADVICE]:
         gain = ""
         if advice["gain_s"] is not None:

@@ -65,15 +65,15 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
     bubbles: list[_Pair] = []
     transfers: list[_Pair] = []
     extents: dict[Kind, list[_Pair]] = defaultdict(list)
-    for each in trace.collectives:
-        if each.arrival >= step.end or each.end <= step.start:
+    for call in trace.collectives:
+        if call.arrival >= step.end or call.end <= step.start:
             continue
-        transfers.append((each.transfer_start, each.end))
-        extents[each.axis, each.bucket_ready is not None].append((each.arrival, each.end))
-        if each.is_point_to_point:
-            bubbles.append((each.arrival, each.transfer_start))
-        elif each.last_rank is not None and each.last_rank != trace.rank:
-            waits[each.last_rank].append((each.arrival, each.transfer_start))
+        transfers.append((call.transfer_start, call.end))
+        extents[call.axis, call.bucket_ready is not None].append((call.arrival, call.end))
+        if call.is_point_to_point:
+            bubbles.append((call.arrival, call.transfer_start))
+        elif call.last_rank is not None and call.last_rank != trace.rank:
+            waits[call.last_rank].append((call.arrival, call.transfer_start))
     # If one collective moves data while another collective waits, the time counts as moving data.
     stalled = idle - Intervals.of(transfers)
     waited_for: dict[int, float] = {}

@@ -302,8 +302,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     notes = [note for note in rows["notes"] if "missing" in note]
     if run.ranks > 1 and not rows["comm"]:
         notes.append(
-            f"the {run.ranks} ranks do not communicate: each trains alone, which is not scaling "
-            "(does the script call init_process_group and wrap its model?)"
+            f"the {run.ranks} ranks do not communicate, so each rank trains alone: does the script "
+            "call init_process_group and wrap its model in DDP or FSDP?"
         )
     late = next((row for row in rows["stragglers"] if row["straggler"]), None)
     return MeasuredRun(

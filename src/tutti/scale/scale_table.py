@@ -101,7 +101,7 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         f"{100 * shares[cause]:.1f} %, is {_MEANINGS[cause]}{late}."
     )
     yield f"{_PROFILE_COMMAND} {row['folder']}"
-    yield "speed-up and efficiency are medians of the ratios within a repeat"
+    yield "speed-up and efficiency are medians over the repeats"
 
 
 def _fit(fit: dict[str, Any] | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Mesh axes and DDP buckets in traces that are written here, event by event.
+"""Mesh axes and DDP buckets in traces that are written by hand.
 
 Times are microseconds; a step takes 1000.
 """
@@ -30,8 +30,8 @@ def _write(
     world: int = 2,
 ) -> Path:
     described = [
-        {"pg_name": name, "pg_desc": about, "pg_size": len(ranks), "ranks": ranks}
-        for name, about, ranks in groups or [("0", "default_pg", list(range(world)))]
+        {"pg_name": name, "pg_desc": description, "pg_size": len(ranks), "ranks": ranks}
+        for name, description, ranks in groups or [("0", "default_pg", list(range(world)))]
     ]
     info = {"backend": "gloo", "rank": rank, "world_size": world, "pg_config": described}
     path = folder / f"rank{rank}.json"
@@ -43,16 +43,16 @@ def _on_a_cpu(first: float, second: float) -> list[dict[str, Any]]:
     """Two buckets, ready at `first` and `second`; one gloo thread sends them."""
     shape = {"Input Dims": [[[FLOATS]]], "Input type": ["TensorList"]}
     kind = {"Input type": ["float"], "Input Dims": [[FLOATS]]}
-    made = [_step(), x("cpu_op", f"{ENGINE}AddmmBackward0", 50, 100)]
+    events = [_step(), x("cpu_op", f"{ENGINE}AddmmBackward0", 50, 100)]
     for at, (start, end) in ((first, (450, 600)), (second, (600, 750))):
-        made += [
+        events += [
             x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", at - 10, at + 30),
             x("cpu_op", "c10d::allreduce_", at, at + 20, **shape),
             x("user_annotation", "gloo:all_reduce", start, end, **kind) | {"tid": 9},
         ]
-    # The loss, reduced to be printed: no gradient, so no bucket.
-    made.append(x("cpu_op", "c10d::allreduce_", 800, 900, **shape))
-    return made
+    # The all-reduce of the loss is not a gradient, so it is not a bucket.
+    events.append(x("cpu_op", "c10d::allreduce_", 800, 900, **shape))
+    return events
 
 
 def _two_cpu_ranks(folder: Path) -> Explanation:
@@ -92,8 +92,8 @@ def test_buckets_have_rows_in_the_merged_trace(tmp_path: Path) -> None:
         for event in TraceFile(tmp_path / "merged.json").events()
         if event.get("cat") == "DDP bucket"
     ]
-    of_one = [event for event in events if event["id"] == events[0]["id"]]
-    assert [(e["ph"], e["name"], round(e["ts"])) for e in of_one] == [
+    of_first_bucket = [event for event in events if event["id"] == events[0]["id"]]
+    assert [(e["ph"], e["name"], round(e["ts"])) for e in of_first_bucket] == [
         ("b", "bucket 0, 3.91 KiB", 200),
         ("b", "transfer", 450),
         ("e", "transfer", 600),
@@ -140,8 +140,8 @@ def test_on_a_gpu_a_bucket_is_ready_when_earlier_kernels_have_ended(
 
 
 def _tagged(group: str, start: float, end: float, ranks: int = 2) -> dict[str, Any]:
-    about = f"group={group}|bytes=4|dtype=float32|seq=1|ranks={ranks}"
-    return x("user_annotation", f"tutti::all_reduce|phase=run|{about}", start, end)
+    description = f"group={group}|bytes=4|dtype=float32|seq=1|ranks={ranks}"
+    return x("user_annotation", f"tutti::all_reduce|phase=run|{description}", start, end)
 
 
 def test_communication_is_split_by_axis_and_adds_up_to_the_parts(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_communication_is_split_by_axis_and_adds_up_to_the_parts(tmp_path: Path)
     assert all(each["count"] == each["matched"] for each in rows["comm"])
 
 
-def test_the_default_group_serves_the_only_axis_of_a_mesh(tmp_path: Path) -> None:
+def test_the_default_group_belongs_to_the_only_axis_of_a_mesh(tmp_path: Path) -> None:
     """shard2: the groups of pp, dp and tp have one rank each."""
     groups = [("0", "default_pg", [0, 1])]
     groups += [(str(n), f"mesh_{axis}", [0]) for n, axis in enumerate(("pp", "dp", "tp"), 1)]

@@ -1,4 +1,4 @@
-"""Interval sets against sets of whole numbers."""
+"""Interval sets are compared with sets of integers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +18,8 @@ def _cells(times: Intervals) -> set[int]:
     }
 
 
-def _grid(given_pairs: list[tuple[int, int]]) -> set[int]:
-    return {cell for start, end in given_pairs for cell in range(start, end)}
+def _grid(intervals: list[tuple[int, int]]) -> set[int]:
+    return {cell for start, end in intervals for cell in range(start, end)}
 
 
 @given(pairs, pairs)
@@ -36,7 +36,9 @@ def test_union_intersection_and_difference_equal_those_of_sets(
 
 
 @given(pairs, st.integers(0, 30), st.integers(0, 20))
-def test_between_keeps_the_part_inside(one: list[tuple[int, int]], start: int, length: int) -> None:
+def test_between_keeps_the_part_inside_the_limits(
+    one: list[tuple[int, int]], start: int, length: int
+) -> None:
     inside = Intervals.of(one).between(start, start + length)
 
     assert _cells(inside) == _grid(one) & set(range(start, start + length))
