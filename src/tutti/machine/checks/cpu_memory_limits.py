@@ -50,14 +50,14 @@ def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
         yield warn(
             "machine",
             f"{allowed} CPUs are visible, but the cgroup quota is {usable:g} CPUs",
-            "a quota of as many CPUs as are visible",
+            "a quota that covers all visible CPUs",
             f"export OMP_NUM_THREADS={max(1, int(usable) // max(1, ranks))}",
             cure="reduce threads and loader workers, or raise the quota (docker --cpus)",
         )
     cpus = f"{usable:g} CPU{'s' * (usable != 1)}"
     if ranks > 1 and usable < ranks:
         cure = f"use fewer ranks, or {_MORE_CPUS}"
-        expected = "at least one CPU per rank, better two"
+        expected = "at least one CPU per rank, preferably two"
         yield warn("machine", f"{cpus} for {ranks} ranks", expected, cure=cure)
     elif ranks > 1 and machine.accelerators and usable < 2 * ranks:
         observed = f"{cpus} for {ranks} ranks with one GPU each"

@@ -74,7 +74,7 @@ def same_model(cluster: Cluster) -> Findings:
     for machine in cluster.machines:
         for gpu in machine.accelerators:
             if gpu.name != usual:
-                expected = f"{usual}, like {number} others"
+                expected = f"{usual}, the model of {number} others"
                 yield warn(f"gpu:{gpu.index}", gpu.name, expected, host=machine.host)
     yield passed(f"{number} × {usual}", "world")
 

@@ -190,7 +190,7 @@ def nccl_conf_files(machine: Machine) -> Findings:
         for name, value in sorted(values.items()):
             if (actual := machine.variables.get(name, value)) != value:
                 observed = f"{path} has {name}={value}, the environment {actual}"
-                yield warn("machine", observed, "one value (the environment takes precedence)")
+                yield warn("machine", observed, "the same value (the environment takes precedence)")
         yield passed(f"{path} sets {', '.join(f'{k}={v}' for k, v in sorted(values.items()))}")
 
 

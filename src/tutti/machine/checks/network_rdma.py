@@ -118,7 +118,7 @@ def interface_choice(cluster: Cluster, host: int) -> Findings:
             f"nic:{default.name}",
             f"the default route is on {default.name} ({default.speed_mbps} Mbit/s); "
             f"{fastest.name} has {fastest.speed_mbps} Mbit/s",
-            f"data over {fastest.name}",
+            f"traffic over {fastest.name}",
             f"export NCCL_SOCKET_IFNAME={fastest.name} GLOO_SOCKET_IFNAME={fastest.name}",
         )
     elif len(cluster.machines) > 1 and fastest.speed_mbps <= 1000:
@@ -242,7 +242,7 @@ def port_state(cluster: Cluster) -> Findings:
         if active[port.device, port.port]:
             yield fail(scope, observed, "ACTIVE, as on other hosts", host=machine.host)
         elif port.physical_state != "Disabled" and others_active:
-            yield warn(scope, observed, "ACTIVE, as other ports of this host", host=machine.host)
+            yield warn(scope, observed, "ACTIVE, as on other ports of this host", host=machine.host)
 
 
 @cluster_check("rdma.rate")
@@ -260,7 +260,7 @@ def port_rate(cluster: Cluster) -> Findings:
         same_host = [other for m, p, other in rates if m is machine and _card_kind(m, p) == kind]
         expected = max(median(same_host), *other_hosts)
         if rate < expected:
-            text = f"{expected:g} Gbit/s, as other ports"
+            text = f"{expected:g} Gbit/s, as on other ports"
             yield fail(f"nic:{port.device}", f"{rate:g} Gbit/s", text, host=machine.host)
 
 

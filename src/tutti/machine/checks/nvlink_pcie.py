@@ -46,7 +46,7 @@ def nvlink_speed(machine: Machine) -> Findings:
     for gpu, link, speed in speeds:
         if speed < 0.95 * best:
             observed = f"NVLink {link} runs at {speed / 1000:.1f} GB/s"
-            yield fail(f"gpu:{gpu}", observed, f"{best / 1000:.1f} GB/s, as other links")
+            yield fail(f"gpu:{gpu}", observed, f"{best / 1000:.1f} GB/s, as on other links")
 
 
 @machine_check("nvlink.errors")

@@ -51,7 +51,7 @@ def _differences(
             yield (fail if key in must_agree else warn)(
                 f"rank:{ranks[0]}" if len(ranks) == 1 else scope,
                 f"{names}: {key} {value}",
-                f"{usual}, as {number} other{'s' * (number > 1)}",
+                f"{usual}, as on {number} other{'s' * (number > 1)}",
                 host=hosts[0] if len(hosts) == 1 else "",
             )
 
