@@ -31,12 +31,11 @@ def measure(backends: list[str], rounds: int, steps: int) -> dict[str, Any]:
 
     import tutti
     from tutti.bench.collectives.backends import process_group
-    from tutti.bench.host_setup import pin
-    from tutti.bench.rank_control import RankControl
+    from tutti.bench.rank_control import RankControl, pin_rank
     from tutti.world.exchange import gather_json
 
     with tutti.init(device="cpu") as world:
-        cpus = gather_json(pin(world))
+        cpus = gather_json(pin_rank(world))
         control = RankControl()
         runs = {}
         for backend in backends:

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from tutti.bench.bandwidth.device_copies import Copy, copy_row, host_copies
+from tutti.bench.bandwidth.point_to_point import Copy, copy_row, host_copies
 from tutti.cli.results import write_json
 from tutti.measure.spread import relative_mad
 

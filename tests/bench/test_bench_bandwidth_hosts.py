@@ -38,7 +38,7 @@ def remove_limit(made: Network, host: int, interfaces: Sequence[str]) -> None:
 
 
 def measured(made: Network, file: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, JSON and output of rank 0: a rank on each host, n1 first."""
+    """Run one rank on each host, n1 first; return exit code, JSON and output of rank 0."""
     command = [sys.executable, "-m", "tutti", "bench", "bandwidth", *FLAGS, *flags]
     ranks = [
         host.popen(
@@ -48,9 +48,9 @@ def measured(made: Network, file: Path, *flags: str) -> tuple[int, dict[str, Any
         )
         for rank, host in enumerate(made.hosts)
     ]
-    said = [rank.communicate(timeout=90) for rank in ranks]
-    assert ranks[0].returncode in (0, 1), said
-    return ranks[0].returncode, json.loads(file.read_text()), said[0][0]
+    outputs = [rank.communicate(timeout=90) for rank in ranks]
+    assert ranks[0].returncode in (0, 1), outputs
+    return ranks[0].returncode, json.loads(file.read_text()), outputs[0][0]
 
 
 @pytest.mark.measured
@@ -58,13 +58,13 @@ def test_only_the_slow_link_is_named(three_hosts: Network, tmp_path: Path) -> No
     # Both directions of n2's link: four of the six pairs are slow, which is the majority.
     limit_rate(three_hosts, 1, ["eth0", "n2"])
     try:
-        code, content, said = measured(three_hosts, tmp_path / "b.json", "--expect", "catalogue")
+        code, content, output = measured(three_hosts, tmp_path / "b.json", "--expect", "catalogue")
     finally:
         remove_limit(three_hosts, 1, ["eth0", "n2"])
     (finding,) = content["findings"]
-    assert finding["what"] == "the link of host n2, sending and receiving", said
+    assert finding["what"] == "the link of host n2, sending and receiving", output
     assert finding["verdict"] == "bad"
-    assert finding["causes"][0] == "seen: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
+    assert finding["causes"][0] == "observed: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
     verdicts = {(row["src"], row["dst"]): row["verdict"] for row in content["pairs"]}
     assert verdicts == {
         (0, 1): "bad", (1, 0): "bad", (1, 2): "bad", (2, 1): "bad",
@@ -75,8 +75,8 @@ def test_only_the_slow_link_is_named(three_hosts: Network, tmp_path: Path) -> No
     # 200 Mbit/s are 0.025 GB/s, minus packet headers
     slow = [row["gbs_uni"] for row in content["pairs"] if row["verdict"] == "bad"]
     assert max(slow) < 0.03
-    assert "# bad: the link of host n2, sending and receiving: 0.02" in said
-    assert code == 1 and "# missed: the link of host n2" in said
+    assert "# bad: the link of host n2, sending and receiving: 0.02" in output
+    assert code == 1 and "# missed: the link of host n2" in output
 
 
 @pytest.mark.measured
@@ -85,10 +85,10 @@ def test_a_link_that_is_slow_in_one_direction_is_named_with_the_direction(
 ) -> None:
     limit_rate(three_hosts, 2, ["n3"])  # only the direction from the switch to n3
     try:
-        code, content, said = measured(three_hosts, tmp_path / "b.json")
+        code, content, output = measured(three_hosts, tmp_path / "b.json")
     finally:
         remove_limit(three_hosts, 2, ["n3"])
     assert [each["what"] for each in content["findings"]] == ["the link of host n3, receiving"], (
-        said
+        output
     )
-    assert code == 0, "without --expect a slow link is reported, not failed"
+    assert code == 0, "without --expect, a slow link does not fail the run"

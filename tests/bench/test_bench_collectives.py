@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.bench.collectives.cases import DTYPES, CollectiveCase, Payload, case_groups, payload
-from tutti.bench.host_setup import share_of_cpus
+from tutti.bench.rank_control import share_of_cpus
 from tutti.measure.message_cost import OPERATIONS, uneven_shards
 from worlds import in_world
 
@@ -41,7 +41,7 @@ def test_sums_of_payloads_are_exact_in_any_order_and_never_zero(
 
 
 @pytest.mark.parametrize("count", [1, 3, 8191, 10000])
-def test_expected_shards_match_what_other_ranks_send(count: int) -> None:
+def test_expected_shards_match_the_data_of_other_ranks(count: int) -> None:
     scattered = payloads("reduce_scatter", count, 3)
     total = sum(part.sent for part in scattered)
     assert torch.equal(torch.cat([part.expected for part in scattered]), total)
@@ -52,7 +52,7 @@ def test_expected_shards_match_what_other_ranks_send(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8191])
-def test_uneven_shards_differ_and_match_what_other_ranks_send(count: int) -> None:
+def test_uneven_shards_differ_and_match_the_data_of_other_ranks(count: int) -> None:
     shards = uneven_shards(count, 3)
     assert sum(shards) == count * 3 and (len(set(shards)) == 3 or count == 1)
     gathered = payloads("all_gather_uneven", count, 3)
@@ -104,7 +104,7 @@ def _sweep_with_faulty_backends(world: Any) -> Any:
     from tutti.bench import Unsupported
     from tutti.bench.collectives.backends import open_backends
     from tutti.bench.collectives.cases import Backend, PreparedCase
-    from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+    from tutti.bench.collectives.interleaved_sweep import Sweep
     from tutti.bench.rank_control import RankControl
 
     def corrupt_one_element(case: CollectiveCase) -> PreparedCase:
@@ -120,7 +120,7 @@ def _sweep_with_faulty_backends(world: Any) -> Any:
         return PreparedCase(good.sent, good.received, call)
 
     def work_once(case: CollectiveCase) -> PreparedCase:
-        """Correct at the first call, does nothing later: only a check of the last call sees it."""
+        """Only the first call is correct, so only a check of the last call finds the error."""
         good, done = gloo.prepare(case), []
 
         def call() -> None:
@@ -137,15 +137,14 @@ def _sweep_with_faulty_backends(world: Any) -> Any:
             for group in _cases(world, op, [0] if op == "barrier" else [1, 300])
         ]
         timings, control = ("back-to-back", "isolated"), RankControl()
-        settings = SweepSettings(timings=timings, budget=0.002, warmup=2, rounds=2)
-        sweep = Sweep([gloo], settings, control, world)
+        sweep = Sweep([gloo], control, world, 0.002, timings, max_warmup=2, max_rounds=2)
         sweep.run(groups, lambda rows: None)
         backends = [
             gloo,
             Backend("corrupts", "", corrupt_one_element),
             Backend("once", "", work_once),
         ]
-        faulty = Sweep(backends, SweepSettings(budget=0.002), control, world)
+        faulty = Sweep(backends, control, world, budget=0.002)
         groups = [*_cases(world, "all_reduce", [8]), *_cases(world, "barrier", [0])]
         faulty.run(groups, lambda rows: None)
     return {
@@ -184,7 +183,7 @@ def test_every_operation_is_measured_and_wrong_results_are_counted() -> None:
 
 def _call_order(world: Any) -> Any:
     from tutti.bench.collectives.cases import Backend, PreparedCase
-    from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+    from tutti.bench.collectives.interleaved_sweep import Sweep
     from tutti.bench.rank_control import RankControl
 
     called: list[str] = []
@@ -195,8 +194,8 @@ def _call_order(world: Any) -> Any:
         return Backend(name, "", lambda case: prepared)
 
     case = CollectiveCase(OPERATIONS["barrier"], 0, torch.float32, "out", 0, 1)
-    settings = SweepSettings(iterations=16, warmup=1)
-    sweep = Sweep([named("a"), named("b")], settings, RankControl(), world)
+    backends, settings = [named("a"), named("b")], {"iterations": 16, "max_warmup": 1}
+    sweep = Sweep(backends, RankControl(), world, 0.5, **settings)
     sweep.run([[case]], lambda rows: None)
     return called
 
@@ -215,7 +214,7 @@ _NAMES = ["gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"]
 
 def _sweep_backends(world: Any) -> Any:
     from tutti.bench.collectives.backends import open_backends, with_grouped
-    from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+    from tutti.bench.collectives.interleaved_sweep import Sweep
     from tutti.bench.rank_control import RankControl
 
     groups = [
@@ -227,8 +226,7 @@ def _sweep_backends(world: Any) -> Any:
     largest = max(case.bytes for group in groups for case in group)
     with open_backends(_NAMES, world, largest) as (backends, missing):
         backends = list(with_grouped(backends, 3, world.device))
-        settings = SweepSettings(budget=0.001, warmup=1, rounds=2)
-        sweep = Sweep(backends, settings, RankControl(), world)
+        sweep = Sweep(backends, RankControl(), world, 0.001, max_warmup=1, max_rounds=2)
         sweep.run(groups, lambda rows: None)
     return {
         "measured": [[row["backend"], row["op"]] for row in sweep.rows],
@@ -240,7 +238,7 @@ def _sweep_backends(world: Any) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_backend_gives_correct_results_for_every_operation_it_has(ranks: int) -> None:
+def test_every_backend_gives_correct_results_for_every_operation_it_supports(ranks: int) -> None:
     first, *_ = in_world(_sweep_backends, ranks, timeout=110)
     assert first["missing"] == [] and first["wrong"] == []
     measured: dict[str, set[str]] = {}

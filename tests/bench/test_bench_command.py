@@ -24,8 +24,11 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         (["collectives", "--backends", "goo"], "no backend 'goo': there are gloo, shm, "),
         (["collectives", "--backends", "gloo,gloo"], "--backends gloo,gloo: gloo is named twice"),
         (["collectives", "--sizes", "4:1K:x1"], "--sizes 4:1K:x1: 4:1K:x1: with the step x1"),
-        (["collectives", "--iterations", "few"], "--iterations few: use auto, or a number"),
-        (["collectives", "--group", "0"], "--group 0: use 1 (no groups) or more calls"),
+        (
+            ["collectives", "--iterations", "few"],
+            "--iterations must be auto or a positive number, got few",
+        ),
+        (["collectives", "--group", "0"], "--group must be 1 (no groups) or more"),
         (["collectives", "--budget", "0"], "--budget must be seconds above 0, such as 0.5"),
         (["collectives", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["collectives", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
@@ -45,7 +48,7 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         (["pairs", "--only", "overlapp"], "--only: no pair 'overlapp': did you mean overlap?"),
         (["pairs", "--only", "shm,shm"], "--only shm,shm: shm is named twice"),
         (["pairs", "--file", "nowhere.py"], "--file nowhere.py: there is no such Python file"),
-        (["pairs", "--rounds", "0"], "--rounds 0: use 1 or more"),
+        (["pairs", "--rounds", "0"], "--rounds must be 1 or more"),
         (["pairs", "--budget", "-1"], "--budget must be seconds above 0"),
         (["symmetric", "--ranks", "1"], "--ranks 1: one-sided memory needs a peer"),
     ],
@@ -71,7 +74,13 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     assert "# rank 1: " in done.stdout and "pinned to CPU" in done.stdout
     assert "out-of-place" in done.stdout and "cv%" in done.stdout
     head = next(line for line in done.stdout.splitlines() if "busbw" in line)
-    assert head.split()[1:6] == ["size", "count", "type", "redop", "root"]  # as nccl-tests has them
+    assert head.split()[1:6] == [
+        "size",
+        "count",
+        "type",
+        "redop",
+        "root",
+    ]  # the order of nccl-tests
     assert "# Out of bounds values : 0 OK" in done.stdout
     content = json.loads((tmp_path / "new" / "b.json").read_text())
     assert content["schema"] == "tutti.bench.collectives/1" and content["complete"]

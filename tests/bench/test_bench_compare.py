@@ -26,10 +26,10 @@ def test_only_differences_beyond_the_spread_count() -> None:
     assert verdicts(old, new) == ["same", "same", "slower", "faster", "wrong", "new", "gone"]
     noisy = result("collectives", rows=[operation(1 << n, p50, cv=0.3) for n, p50 in
                                         enumerate(times[:4], 10)])  # fmt: skip
-    assert set(verdicts(old, noisy)) == {"same", "gone"}, "40 % is little where σ is 30 %"
+    assert set(verdicts(old, noisy)) == {"same", "gone"}, "40 % is within the spread if σ is 30 %"
 
 
-def test_ratios_are_of_speeds_whatever_the_unit() -> None:
+def test_a_ratio_above_1_means_faster_for_speeds_and_for_times() -> None:
     pair = {
         "src": 0, "dst": 1, "class": "other host", "backend": "gloo", "bytes": 1, "gbs_uni": 1.0,
         "gbs_bi": 2.0, "spread": 0.01, "wrong": 0,
@@ -47,18 +47,20 @@ def test_ratios_are_of_speeds_whatever_the_unit() -> None:
     assert (change.ratio, change.verdict) == (2.0, "faster")
 
 
-def test_pairs_of_baseline_and_optimized_are_compared_by_their_speed_up() -> None:
+def test_results_of_bench_pairs_are_compared_by_their_speed_up() -> None:
     quartiles = {"p25": 1.95, "p75": 2.05}
     row = {"name": "overlap", "speedup": 2.0, "spread": quartiles, "check": "equal"}
     other = {"name": "pinned", "speedup": None, "spread": None, "check": "skipped: no GPU"}
     slower = row | {"speedup": 1.2}
     old, new = result("pairs", rows=[row, row, other]), result("pairs", rows=[row, slower, other])
-    assert verdicts(old, new) == ["same", "slower"], "rows that nothing tells apart go by order"
+    assert verdicts(old, new) == ["same", "slower"], (
+        "rows with equal keys are matched by their order"
+    )
     new["rows"] = [row | {"check": "different: 3 elements"}]
     assert verdicts(old, new) == ["wrong", "gone"]
 
 
-def test_results_without_groups_are_those_of_one_operation_at_a_time() -> None:
+def test_rows_without_a_group_field_match_group_1() -> None:
     old = result("collectives", rows=[operation(8, 1.0)])
     new = result("collectives", rows=[operation(8, 1.0, group=1), operation(8, 1.0, group=4)])
     assert verdicts(old, new) == ["same", "new"]
@@ -87,16 +89,16 @@ def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         Path(file).write_text(json.dumps(content))
     command = ["bench", "compare", *files]
     assert run([*command, "--json", str(tmp_path / "c.json")]) == 0
-    said = capsys.readouterr()
-    assert "slower" in said.out and "bytes 1024" in said.out and "bytes 2048" not in said.out
-    assert "# 1 slower, 1 same" in said.out and "other environment: host: a → b" in said.err
+    output = capsys.readouterr()
+    assert "slower" in output.out and "bytes 1024" in output.out and "bytes 2048" not in output.out
+    assert "# 1 slower, 1 same" in output.out and "other environment: host: a → b" in output.err
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["schema"] == "tutti.bench.compare/1"
     assert [row["verdict"] for row in content["rows"]] == ["slower", "same"]
     assert run([*command, "--fail-on", "slower"]) == 1
     assert run([*command[:2], files[0], files[0], "--fail-on", "slower"]) == 0
     assert run([*command, "--tolerance", "5"]) == 2
-    # Nothing to compare is no pass.
+    # A comparison without common rows fails.
     Path(files[1]).write_text(json.dumps(result("collectives", rows=[operation(4096, 1.0)])))
     assert run([*command, "--fail-on", "slower"]) == 2
     assert "no row in common (2 in OLD alone, 1 in NEW alone)" in capsys.readouterr().err

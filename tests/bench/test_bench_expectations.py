@@ -1,4 +1,4 @@
-"""--expect: invalid expectations are refused before measuring; results are checked against it."""
+"""--expect: invalid expectations are refused before measuring; results are checked."""
 
 import copy
 import json
@@ -64,9 +64,9 @@ def test_a_rule_that_can_match_no_row_is_refused(
     further = "" if "gbs_uni" in rule or "busbw" in rule else f"{good} = {{ min = 1 }}\n"
     file.write_text(f"[[expect]]\n{good} = {{ min = 1 }}\n[[expect]]\n{rule}\n{further}")
     with pytest.raises(UsageError) as refused:
-        read_expectation(str(file), bench, {"name": ["overlap"]})
-    said = str(refused.value)
-    assert said.startswith(f"--expect {file}: rule 2: ") and message in said, said
+        read_expectation(str(file), bench, allowed={"name": ["overlap"]})
+    error = str(refused.value)
+    assert error.startswith(f"--expect {file}: rule 2: ") and message in error, error
 
 
 @pytest.mark.parametrize("bench", ["collectives", "bandwidth", "pairs"])
@@ -76,8 +76,8 @@ def test_nothing_is_measured_with_an_invalid_expect(bench: str, tmp_path: Path) 
     other.write_text(json.dumps({"schema": "tutti.bench.symmetric/1", "rows": []}))
     cases = {str(file): f"--expect {file}: rule 1: bench {bench} has no 'wrogn'"}
     cases[str(other)] = f"--expect {other}: it is a result of bench symmetric, this is bench"
-    if bench != "bandwidth":  # which judges a CPU's links by themselves
-        cases["catalogue"] = "--expect catalogue: "
+    if bench != "bandwidth":  # bandwidth compares CPU links with each other
+        cases["catalogue"] = "--expect catalogue"
     for text, message in cases.items():
         done = run_command([*TUTTI, "bench", bench, *LONG, "--expect", text])
         assert done.returncode == 2 and not done.stdout, done.stdout
@@ -94,7 +94,7 @@ def test_a_baseline_without_common_rows_is_refused_before_measuring(tmp_path: Pa
     assert "then.json: it has no row in common with this run" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     done = run_tutti(*bench, "--sizes", "1K,4K", "--budget", "0.01", *now[2:])
-    assert done.returncode in (0, 1), done.stderr  # some of it is: fast enough or not
+    assert done.returncode in (0, 1), done.stderr  # some rows are common: they may be slower
 
     row = {"name": "grouped", "speedup": 2.0, "spread": {"p25": 1.9, "p75": 2.1}}
     then = {"schema": "tutti.bench.pairs/1", "rows": [row], "world": {"size": 2}}
@@ -132,7 +132,7 @@ def test_allowed_values_are_those_of_the_flags() -> None:
     words, flags = ALLOWED_VALUES["collectives"], get_type_hints(Collectives)
     assert [*words["dtype"]] == [*get_args(flags["dtype"])] and {*words["dtype"]} <= {*DTYPES}
     assert {*words["timing"]} == {*get_args(flags["timing"])} - {"both"}
-    assert ALLOWED_VALUES["bandwidth"]["verdict"] == VERDICTS
+    assert ALLOWED_VALUES["bandwidth"]["verdict"] == [*VERDICTS]
 
 
 def _flat(row: dict[str, Any]) -> frozenset[str]:
@@ -161,14 +161,12 @@ def test_thresholds_apply_to_the_rows_they_select(tmp_path: Path) -> None:
     (miss,) = unmet_expectations(
         MEASURED, thresholds(tmp_path, rule + '"time_us.p50" = { max = 900 }')
     )
-    assert str(miss) == (
-        "op all_reduce, backend nccl, bytes 67108864: time_us.p50 is 1000, "
-        "expected time_us.p50 at most 900"
-    )
+    assert miss.startswith("op all_reduce, backend nccl, bytes 67108864: time_us.p50 is 1000")
+    assert miss.endswith("time_us.p50 at most 900")
     every = '[[expect]]\nbackend = ["nccl", "gloo"]\nbytes = { min = "1M" }\nwrong = { max = 0 }'
     assert unmet_expectations(MEASURED, thresholds(tmp_path, every)) == []
     (miss,) = unmet_expectations(MEASURED, thresholds(tmp_path, every.replace("nccl", "mpi")))
-    assert "nothing was checked" in str(miss)
+    assert "nothing was checked" in miss
 
 
 @pytest.mark.parametrize(
@@ -189,16 +187,15 @@ def test_a_baseline_allows_for_its_spread(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps(MEASURED))
     source = read_expectation(str(tmp_path / "b.json"), "collectives")
     slower = result("collectives", rows=[operation(1 << 20, 103.0), operation(1 << 26, 1500.0)])
-    assert (
-        unmet_expectations(MEASURED, source) == [] and baseline_differences(MEASURED, source) == []
-    )
+    assert unmet_expectations(MEASURED, source) == []
+    assert baseline_differences(MEASURED, source) == []
     (miss,) = unmet_expectations(slower, source)
-    assert "bytes 67108864" in miss.what and miss.expected == "1000 within 6 %"
+    assert "bytes 67108864" in miss and miss.endswith("1500, expected 1000 within 6 %")
     with pytest.raises(UsageError, match="it has no row in common with this run"):
         unmet_expectations(result("collectives", rows=[operation(8, 1.0)]), source)
 
 
-def test_the_catalogue_checks_only_figures_it_has() -> None:
+def test_only_rows_with_a_catalogue_figure_are_checked() -> None:
     on_gpus = [{"device": f"cuda:{n}", "node": 0, "ranks_on_device": 1} for n in range(8)]
     known = copy.deepcopy(MEASURED)
     known["world"]["ranks"] = on_gpus
@@ -207,7 +204,7 @@ def test_the_catalogue_checks_only_figures_it_has() -> None:
     assert unmet_expectations(known, Expectation("catalogue")) == []
     known["rows"] = [operation(1 << 28, 700.0, busbw_gbs=300.0), operation(8, 1.0, busbw_gbs=0.1)]
     (miss,) = unmet_expectations(known, Expectation("catalogue"))
-    assert miss.observed == "busbw is 300 GB/s" and "0.8 × 432 GB/s (Azure" in miss.expected
+    assert "busbw is 300 GB/s" in miss and "0.8 × 432 GB/s (Azure" in miss
     for change in ({"node": 1}, {"ranks_on_device": 2}):
         other = copy.deepcopy(known)
         other["world"]["ranks"][7] |= change

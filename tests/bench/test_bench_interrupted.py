@@ -1,4 +1,4 @@
-"""Interrupted benches: ranks end at once, and result files keep what was measured."""
+"""Interrupted benches: ranks end at once, and result files keep the results so far."""
 
 import importlib.util
 import json
@@ -17,8 +17,8 @@ import pytest
 
 from worlds import TUTTI, clean_environment
 
-# Ctrl-C arrives while ranks import torch; the import of rank 0 swallows KeyboardInterrupt.
-_SWALLOWS = """
+# Ctrl-C arrives while ranks import torch; the import of rank 0 ignores KeyboardInterrupt.
+_SLOW_IMPORT = """
 import os, sys, time
 from pathlib import Path
 
@@ -64,25 +64,25 @@ def wait_for(files: list[Path], process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + 60
     while not all(file.exists() for file in files):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{files} did not come"
+        assert time.monotonic() < deadline, f"{files} were not written"
         time.sleep(0.02)
 
 
-def test_ctrl_c_ends_starting_ranks_even_if_an_import_swallows_it(
+def test_ctrl_c_ends_starting_ranks_even_if_an_import_ignores_it(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_SWALLOWS)
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_IMPORT)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with started("collectives", "-n", "2", "--device", "cpu", PYTHONPATH=path) as process:
         wait_for([tmp_path / "importing0", tmp_path / "importing1"], process)
         os.killpg(process.pid, signal.SIGINT)
-        # If rank 0 had gone on, it would wait for rank 1 until the 30 s of grace are over.
+        # If rank 0 continued, it would wait for rank 1 for the whole grace period of 30 s.
         _, err = process.communicate(timeout=15)
     assert process.returncode == 130
     assert "stopped by SIGINT: all 2 ranks have ended" in err
 
 
-# Each runs long enough after its first row to be killed while it measures.
+# Each bench runs long enough after its first row to be killed while it measures.
 _LONG = {
     "collectives": ["--sizes", "4:64M:x2", "--backends", "gloo"],
     "bandwidth": ["--sizes", "64K", "--only", "pairs", "--budget", "2", "--backend", "gloo"],
@@ -92,7 +92,7 @@ _LONG = {
 
 
 @pytest.mark.parametrize("bench", _LONG)
-def test_ctrl_c_keeps_what_was_measured(bench: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_results_so_far(bench: str, tmp_path: Path) -> None:
     file = tmp_path / "b.json"
     flags = ["-n", "2", "--device", "cpu", *_LONG[bench], "--json", str(file)]
     with started(bench, *flags) as process:
@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_what_was_measured(bench: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bench", "victim"), [(bench, "parent") for bench in _LONG] + [("collectives", "rank 1")]
 )
-def test_sigkill_keeps_what_was_measured(bench: str, victim: str, tmp_path: Path) -> None:
+def test_sigkill_keeps_the_results_so_far(bench: str, victim: str, tmp_path: Path) -> None:
     file, table = tmp_path / "b.json", tmp_path / "b.csv"
     flags = ["-n", "2", "--device", "cpu", *_LONG[bench], "--json", str(file)]
     flags += ["--csv", str(table)] if bench == "collectives" else []
@@ -140,7 +140,7 @@ def check_partial_result(file: Path, bench: str) -> list[dict[str, Any]]:
     importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
     reason="needs mpi4py and Open MPI",
 )
-def test_ctrl_c_under_mpirun_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_under_mpirun_keeps_the_results_so_far(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--backends", "gloo,mpi", "--json", tmp_path / "b.json"]
     with started("collectives", *flags) as process:
         assert process.stdout is not None

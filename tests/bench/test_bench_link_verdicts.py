@@ -32,7 +32,7 @@ def gpu_location(rank: int, **changes: Any) -> dict[str, Any]:
 
 
 def rows(locations: list[dict[str, Any]], speeds: dict[Flow, float], usual: float) -> list[Any]:
-    """A row for each pair, with speed `usual` unless `speeds` has another."""
+    """Return a row for each pair, with its speed in `speeds`, or else `usual`."""
     ranks, found = range(len(locations)), []
     for flow in ((a, b) for a in ranks for b in ranks if a != b):
         one_way = speeds.get(flow, usual)
@@ -64,30 +64,33 @@ def hosts_and_noise(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[Flow, f
 
 
 @given(hosts_and_noise())
-def test_healthy_links_give_no_finding(given_hosts: Any) -> None:
-    locations, speeds = given_hosts
+def test_healthy_links_give_no_finding(hosts: Any) -> None:
+    locations, speeds = hosts
     measured = rows(locations, speeds, 1.0)
     assert judged(locations, measured) == []
     assert {row["verdict"] for row in measured} == {"good"}
 
 
 @given(hosts_and_noise(), st.data())
-def test_a_host_with_a_slow_link_is_named_and_no_other(
-    given_hosts: Any, data: st.DataObject
-) -> None:
-    locations, speeds = given_hosts
-    odd = data.draw(st.integers(0, len(locations) - 1))
-    ways = data.draw(st.sampled_from(["sending", "receiving", "sending and receiving"]))
+def test_only_the_host_with_a_slow_link_is_named(hosts: Any, data: st.DataObject) -> None:
+    locations, speeds = hosts
+    slow_host = data.draw(st.integers(0, len(locations) - 1))
+    directions = data.draw(st.sampled_from(["sending", "receiving", "sending and receiving"]))
     for src, dst in speeds:
-        if (src == odd and "sending" in ways) or (dst == odd and "receiving" in ways):
+        if (src == slow_host and "sending" in directions) or (
+            dst == slow_host and "receiving" in directions
+        ):
             speeds[src, dst] *= data.draw(st.floats(0.02, 0.4))
     (finding,) = judged(locations, rows(locations, speeds, 1.0))
-    assert finding.what == f"the link of host n{odd + 1}, {ways}" and finding.verdict == "bad"
+    assert (
+        finding.what == f"the link of host n{slow_host + 1}, {directions}"
+        and finding.verdict == "bad"
+    )
 
 
 @given(hosts_and_noise(), st.data())
-def test_a_slow_pair_is_named_as_a_pair(given_hosts: Any, data: st.DataObject) -> None:
-    locations, speeds = given_hosts
+def test_a_slow_pair_is_named_as_a_pair(hosts: Any, data: st.DataObject) -> None:
+    locations, speeds = hosts
     src, dst = data.draw(st.sampled_from(sorted(speeds)))
     both = data.draw(st.booleans())
     for flow in ((src, dst), (dst, src))[: 1 + both]:
@@ -145,8 +148,8 @@ def test_observed_causes_come_before_common_ones() -> None:
     locations[1]["interface"] |= {"mbits": 1000, "shaper": "tbf, 200 Mbit/s"}
     slow = {(1, 0): 0.1, (1, 2): 0.1}
     (finding,) = judged(locations, rows(locations, slow, 1.0))
-    assert finding.causes[0] == "seen: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
-    assert finding.causes[1].startswith("seen: eth0 of n2 has 1000 Mbit/s, the others 10000")
+    assert finding.causes[0] == "observed: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
+    assert finding.causes[1].startswith("observed: eth0 of n2 has 1000 Mbit/s, the others 10000")
 
 
 def test_a_gpu_with_missing_nvlinks_is_named_with_their_number() -> None:
@@ -155,7 +158,8 @@ def test_a_gpu_with_missing_nvlinks_is_named_with_their_number() -> None:
     (finding,) = judged(locations, rows(locations, slow, 390.0))
     assert finding.what == "rank 7 (n1, cuda:7), sending and receiving"
     assert (
-        finding.causes[0] == "seen: the GPU of rank 7 has 9 active NVLinks, the others 18 or more"
+        finding.causes[0]
+        == "observed: the GPU of rank 7 has 9 active NVLinks, the others 18 or more"
     )
 
 
@@ -202,4 +206,4 @@ def test_rounds_are_disjoint_and_contain_every_pair_once(ranks: int) -> None:
     assert sorted(pair for pairs in rounds for pair in pairs) == [
         (a, b) for a in range(ranks) for b in range(a + 1, ranks)
     ]
-    assert len(rounds) == ranks - 1 + ranks % 2, "as few rounds as there can be"
+    assert len(rounds) == ranks - 1 + ranks % 2, "the smallest possible number of rounds"

@@ -76,7 +76,7 @@ PAIRS += [fails, returns_nothing, needs_more]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """All built-in pairs and those above, measured in one world."""
+    """All built-in pairs and the pairs in OWN, measured in one world."""
     folder = tmp_path_factory.mktemp("pairs")
     (folder / "own.py").write_text(OWN)
     own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"
@@ -133,9 +133,9 @@ def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -
     done, rows = measured["done"], measured["rows"]
     assert done.returncode == 1
     assert rows["differs"]["check"] == "different: 0.25, allowed is 0.1"
-    assert rows["differs"]["speedup"] is None  # no speed-up of a side that computes something else
+    assert rows["differs"]["speedup"] is None  # a side with another result has no speed-up
     assert rows["near-enough"]["check"] == "within 0.1: 0.05"
-    assert rows["wrong-later"]["check"] == "different: 1, allowed is 0"  # by the second check
+    assert rows["wrong-later"]["check"] == "different: 1, allowed is 0"  # found by the second check
     assert rows["fails"]["check"] == "failed: RuntimeError: it broke"
     assert "return tensors or numbers" in rows["returns-nothing"]["check"]
     assert rows["needs-more"]["check"] == "skipped: only rank 0 has it"
@@ -143,7 +143,7 @@ def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "apart"),
+    ("one", "other", "expected"),
     [
         (torch.ones(3), torch.ones(3), 0.0),
         ([torch.tensor([4.0, 1.0]), 2], [torch.tensor([4.0, 2.0]), 2], 0.25),
@@ -154,8 +154,8 @@ def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -
         (torch.empty(0), torch.empty(0), 0.0),
     ],
 )
-def test_relative_difference_of_results(one: Any, other: Any, apart: float) -> None:
-    assert difference(snapshot(one), snapshot(other)) == apart
+def test_relative_difference_of_results(one: Any, other: Any, expected: float) -> None:
+    assert difference(snapshot(one), snapshot(other)) == expected
 
 
 @pytest.mark.gpu

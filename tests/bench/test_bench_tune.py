@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.bench.collectives.path_tuning import path_measurements, smooth_choice
+from tutti.bench.collectives.interleaved_sweep import path_measurements, smooth_choice
 from tutti.comm.path_selection import Measured, choose, fastest, load, save
 from worlds import TUTTI, run_command, run_tutti
 
@@ -32,7 +32,7 @@ def test_a_group_with_one_path_is_not_measured(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "t.json").read_text())
     assert content["schema"] == "tutti.bench.tune/1" and content["rows"] == []
     assert content["table"] is None and content["written"] is None
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "tutti" / "paths").exists()
 
 
 def test_noise_around_a_crossover_gives_a_single_change_of_path() -> None:
@@ -73,19 +73,9 @@ def test_comm_uses_the_saved_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert choose("all_reduce", 1 << 20, "cuda", both, table).path == NCCL
 
 
-def test_only_correct_back_to_back_calls_in_native_placement_count() -> None:
-    good = {
-        "op": "all_reduce", "backend": "nccl", "bytes": 1024, "timing": "back-to-back",
-        "placement": "in", "wrong": 0, "time_us": {"p50": 12.0},
-    }  # fmt: skip
-    others = [
-        {**good, "wrong": 1},
-        {**good, "placement": "out"},
-        {**good, "timing": "isolated"},
-        {**good, "backend": "nccl x8"},
-        {**good, "op": "send_recv"},
-    ]
-    found = path_measurements([good, *others], "cuda")
+def test_rows_with_wrong_results_are_not_used() -> None:
+    row = {"op": "all_reduce", "backend": "nccl", "bytes": 1024, "time_us": {"p50": 12.0}}
+    found = path_measurements([{**row, "wrong": 0}, {**row, "wrong": 1, "bytes": 2048}], "cuda")
     assert found == [Measured("all_reduce", "cuda", NCCL, 1024, 12.0)]
 
 

@@ -80,9 +80,10 @@ def test_a_sweep_shows_as_much_as_fits(
         }
         for placement in placements
     ]  # fmt: skip
-    CollectivesTable({"all_reduce": placements}, 1, spread=True).add(rows)
+    CollectivesTable(spread=True).add(rows)
     out = capsys.readouterr().out
-    note = 13 * (len(placements) > 1)  # columns of the note about out-of-note results
-    assert max(map(len, out.splitlines())) <= max(columns, 52 + note), out
-    fits = columns >= 74 + note
-    assert ("cv%" in out) == fits and ("too narrow" in out) != fits
+    place = 13 * (len(placements) > 1)  # the column that names the placement
+    assert max(map(len, out.splitlines())) <= max(columns, 52 + place), out
+    spread_fits = columns >= 77 + place
+    assert ("cv%" in out) == spread_fits and ("too narrow" in out) != spread_fits
+    assert ("count" in out) == (columns >= 125 + place)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti import comm
-from tutti.bench.collectives.path_tuning import path_measurements
 from tutti.comm import path_selection
 from tutti.comm.operation import CommGroup
 from tutti.comm.path_selection import Choice, Measured, Row, Table, choose
@@ -140,16 +139,6 @@ def test_a_later_measurement_replaces_only_the_same_operation_on_the_same_device
         ("all_reduce", "cpu", "shm", None),
     ]
     assert "on 2026-01-01" in choose("all_reduce", 8, "cuda", _GPU, table).reason
-
-
-def test_only_the_form_that_torch_offers_is_used_from_a_sweep() -> None:
-    def row(backend: str, placement: str, time: float) -> dict[str, Any]:
-        about = {"op": "all_reduce", "bytes": 64, "timing": "back-to-back", "wrong": 0}
-        return {**about, "backend": backend, "placement": placement, "time_us": {"p50": time}}
-
-    rows = [row("gloo", "out", 1.0), row("gloo", "in", 9.0), row("shm", "in", 5.0)]
-    (found,) = path_selection.fastest(path_measurements(rows, "cpu"), 2, "float32").rows
-    assert (found.path, found.time_us) == ("shm", 5.0)
 
 
 @pytest.mark.parametrize(

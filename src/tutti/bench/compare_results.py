@@ -10,9 +10,8 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tutti.world.errors import UsageError
 
@@ -21,39 +20,25 @@ Row = dict[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 VERDICTS = ("wrong", "slower", "faster", "same", "new", "gone")
-# Two runs on an otherwise idle machine differ by a few per cent.
-TOLERANCE = 0.05
-
-
+TOLERANCE = 0.05  # two runs on an otherwise idle machine differ by a few per cent
 RESULT_FIELDS = tomllib.loads(Path(__file__).with_name("result_fields.toml").read_text())
-
-
-@dataclass(frozen=True)
-class RowList:
-    """A list of rows in the JSON of a bench, as described in result_fields.toml."""
-
-    bench: str
-    name: str
-    key: list[str]
-    figures: dict[str, bool]
-    others: list[str]
-
-
-ROW_LISTS = [
-    RowList(bench, name, each["key"], each["figures"], each["others"])
-    for each in RESULT_FIELDS["lists"]
-    for bench, name in (path.split(".") for path in each["in"])
-]
 # For many normally distributed samples: (p95 - min) / σ, (p99 - min) / σ, and (p75 - p25) / σ.
 _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
 _SIGMAS_BETWEEN_QUARTILES = 1.349
 
 
+# The lists of rows in the JSON of each bench: bench, name, key, figures, others.
+ROW_LISTS: list[dict[str, Any]] = [
+    {**table, "bench": bench, "name": name}
+    for table in RESULT_FIELDS["lists"]
+    for bench, name in (path.split(".") for path in table["in"])
+]
+
+
 # ---- Reading figures ----
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """One measured value of a row."""
 
     name: str  # the key fields as text
@@ -61,7 +46,7 @@ class Figure:
     value: float
     spread: float
     higher_is_better: bool
-    wrong: int
+    wrong: bool
 
 
 def read_results(flag: str, path: Path) -> Content:
@@ -72,7 +57,7 @@ def read_results(flag: str, path: Path) -> Content:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
         raise UsageError(f"{flag} {path}: {reason}: give a file that bench --json wrote") from None
     schema = content.get("schema", "") if isinstance(content, dict) else ""
-    if not any(f"tutti.bench.{each.bench}/" in schema for each in ROW_LISTS):
+    if not any(f"tutti.bench.{rows['bench']}/" in schema for rows in ROW_LISTS):
         found = f"its schema is {schema!r}" if schema else "it has no schema"
         raise UsageError(f"{flag} {path}: {found}: give a file that tutti bench --json wrote")
     return dict(content)
@@ -83,36 +68,34 @@ def bench_of(content: Content) -> str:
     return str(content["schema"]).removeprefix("tutti.bench.").partition("/")[0]
 
 
-def rows_of(content: Content) -> Iterator[tuple[RowList, Row]]:
-    """Yield every row that has figures, with the description of the list that contains the row."""
-    for each in ROW_LISTS:
-        if each.bench == bench_of(content):
-            yield from ((each, row) for row in content.get(each.name) or ())
+def rows_of(content: Content) -> Iterator[tuple[dict[str, Any], Row]]:
+    """Yield every row that has figures, with the entry of ROW_LISTS that contains the row."""
+    for rows in ROW_LISTS:
+        if rows["bench"] == bench_of(content):
+            yield from ((rows, row) for row in content.get(rows["name"]) or ())
 
 
 def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
     """Return every figure of a result, by key and metric."""
     found: dict[tuple[Key, str], Figure] = {}
     for rows, row in rows_of(content):
+        row_key: Key = () if rows["name"] == "rows" else (("part", rows["name"]),)
         # Results of older versions have no `group` field, which means 1.
-        known = [name for name in rows.key if name in row and (name, row[name]) != ("group", 1)]
-        row_key: Key = () if rows.name == "rows" else (("part", rows.name),)
-        row_key += tuple((name, row[name]) for name in known)
+        named = ((name, row[name]) for name in rows["key"] if name in row)
+        row_key += tuple(item for item in named if item != ("group", 1))
         if "ranks" not in row and "world" in content:
             row_key += (("ranks", content["world"]["size"]),)
-        for metric, higher_is_better in rows.figures.items():
+        wrong = bool(row.get("wrong") or str(row.get("check", "")).startswith("different"))
+        for metric, higher_is_better in rows["figures"].items():
             value = value_of(row, metric)
             if not isinstance(value, int | float) or value <= 0:
                 continue
             key, repeat = row_key, 2
             while (key, metric) in found:  # rows with equal keys are numbered in their order
                 key, repeat = (*row_key, ("again", repeat)), repeat + 1
-            wrong = row.get("wrong", str(row.get("check", "")).startswith("different"))
-            name = ", ".join(f"{field} {each}" for field, each in key)
-            spread = spread_of(row, metric)
-            found[key, metric] = Figure(
-                name, metric, float(value), spread, higher_is_better, int(wrong)
-            )
+            name = ", ".join(f"{field} {value}" for field, value in key)
+            spread = _spread(row, metric)
+            found[key, metric] = Figure(name, metric, float(value), spread, higher_is_better, wrong)
     return found
 
 
@@ -124,7 +107,7 @@ def value_of(row: Row, name: str) -> Any:
     return value
 
 
-def spread_of(row: Row, metric: str) -> float:
+def _spread(row: Row, metric: str) -> float:
     """Return σ of a figure divided by its value."""
     if metric == "time_us.p50":
         times = row["time_us"]
@@ -142,8 +125,7 @@ def spread_of(row: Row, metric: str) -> float:
 # ---- Comparing two results ----
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """The comparison of one figure, which is in both results or only in one of them."""
 
     name: str
@@ -160,19 +142,16 @@ class Change:
 def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
     """Compare all figures, in the order of the new result; figures only in the old one are last."""
     if bench_of(old) != bench_of(new):
-        raise UsageError(
-            f"a result of bench {bench_of(old)} cannot be compared with one of bench "
-            f"{bench_of(new)}: give two results of the same bench"
-        )
+        kinds = f"OLD is of bench {bench_of(old)}, NEW of bench {bench_of(new)}"
+        raise UsageError(f"{kinds}: give two results of the same bench")
     before, after = figures_of(old), figures_of(new)
-    changes = [_change(before.get(key), each, tolerance) for key, each in after.items()]
-    gone = [_change(each, None, tolerance) for key, each in before.items() if key not in after]
+    changes = [_change(before.get(key), figure, tolerance) for key, figure in after.items()]
+    gone = [_change(figure, None, tolerance) for key, figure in before.items() if key not in after]
     return changes + gone
 
 
 def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
-    either = new or old
-    assert either is not None
+    name, metric, *_ = new or old or ("", "")
     ratio = limit = None
     verdict = "new" if old is None else "gone"
     if old is not None and new is not None:
@@ -183,32 +162,23 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
         ratio, limit = round(ratio, 4), round(limit, 4)
     if new is not None and new.wrong:
         verdict = "wrong"
-    return Change(
-        name=either.name,
-        metric=either.metric,
-        old=old.value if old else None,
-        new=new.value if new else None,
-        spread_old=round(old.spread, 4) if old else None,
-        spread_new=round(new.spread, 4) if new else None,
-        ratio=ratio,
-        limit=limit,
-        verdict=verdict,
-    )
+    old_value, new_value = (side.value if side else None for side in (old, new))
+    spread_old, spread_new = (round(side.spread, 4) if side else None for side in (old, new))
+    values = (old_value, new_value, spread_old, spread_new)
+    return Change(name, metric, *values, ratio, limit, verdict)
 
 
 def environment_differences(old: Content, new: Content) -> list[str]:
-    """Describe how the machines and versions of two results differ.
-
-    If they differ, the times of the two results are not comparable.
-    """
+    """Describe how machines and versions differ, which makes times of two results incomparable."""
     before, after = old.get("environment", {}), new.get("environment", {})
     found = []
     for name in ("host", "system", "cpu", "cpus", "cpu_quota", "memory_bytes"):
         if before.get(name) != after.get(name):
             found.append(f"{name}: {before.get(name)} → {after.get(name)}")
-    gpus = [Counter(gpu["name"] for gpu in each.get("gpus", ())) for each in (before, after)]
+    gpus = [Counter(gpu["name"] for gpu in side.get("gpus", ())) for side in (before, after)]
     if gpus[0] != gpus[1]:
-        found.append(f"gpus: {_format_counts(gpus[0])} → {_format_counts(gpus[1])}")
+        counts = [", ".join(f"{n} × {name}" for name, n in side.items()) or "none" for side in gpus]
+        found.append(f"gpus: {counts[0]} → {counts[1]}")
     for part in ("versions", "variables"):
         one, other = before.get(part, {}), after.get(part, {})
         for name in sorted({*one, *other}):
@@ -218,7 +188,3 @@ def environment_differences(old: Content, new: Content) -> list[str]:
         if content.get("complete") is False:
             found.append(f"the {name} result was interrupted")
     return found
-
-
-def _format_counts(gpus: "Counter[str]") -> str:
-    return ", ".join(f"{count} × {name}" for name, count in gpus.items()) or "none"

@@ -1,4 +1,4 @@
-"""--expect: check results of a bench against the catalogue, an earlier result, or thresholds.
+"""--expect: check the results of a bench with the catalogue, an earlier result, or thresholds.
 
 A threshold file contains rules. Each rule selects rows and sets bounds for their values:
 
@@ -19,25 +19,14 @@ unmet, because nothing was checked.
 import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tutti.bench import compare_results
 from tutti.bench.collectives import BACKENDS
-from tutti.bench.compare_results import (
-    RESULT_FIELDS,
-    ROW_LISTS,
-    Content,
-    Row,
-    bench_of,
-    compare,
-    environment_differences,
-    figures_of,
-    read_results,
-    rows_of,
-    value_of,
-)
+from tutti.bench.compare_results import RESULT_FIELDS, Content, Row, bench_of, rows_of, value_of
 from tutti.machine.environment import describe_environment
+from tutti.machine.gpus import visible_gpu_count
 from tutti.machine.hardware_catalogue import figure
 from tutti.measure.message_cost import OPERATIONS
 from tutti.measure.units import parse_size
@@ -51,95 +40,84 @@ CATALOGUE_FRACTION = 0.8
 
 _SELECTORS = RESULT_FIELDS["selectors"]
 # {bench: {name of a list in its JSON: fields of the rows in that list}}
-FIELDS = {
-    bench: {e.name: (*e.key, *e.figures, *e.others) for e in ROW_LISTS if e.bench == bench}
-    for bench in ("collectives", "bandwidth", "pairs")
-}
+FIELDS: dict[str, dict[str, list[str]]] = {"collectives": {}, "bandwidth": {}, "pairs": {}}
+for _rows in compare_results.ROW_LISTS:
+    if _rows["bench"] in FIELDS:
+        _fields = [*_rows["key"], *_rows["figures"], *_rows["others"]]
+        FIELDS[_rows["bench"]][_rows["name"]] = _fields
 # {bench: {text field: values that the field can have}}
-ALLOWED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
-    bench: {name: tuple(values) for name, values in allowed.items()}
-    for bench, allowed in RESULT_FIELDS["allowed"].items()
-}
+ALLOWED_VALUES: dict[str, dict[str, Collection[str]]] = RESULT_FIELDS["allowed"]
 ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 # ---- Reading --expect ----
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """The parsed argument of --expect.
-
-    `baseline` is an earlier result, `rules` are those of a threshold file. Both are None if results
-    are compared with the catalogue.
-    """
+class Expectation(NamedTuple):
+    """The parsed argument of --expect: the catalogue if there is no baseline and no rules."""
 
     name: str
-    baseline: Content | None = None
-    rules: tuple[Rule, ...] | None = None
+    baseline: Content | None = None  # an earlier result
+    rules: list[Rule] | None = None  # of a threshold file
 
 
-def read_expectation(text: str, bench: str, allowed: AllowedValues | None = None) -> Expectation:
-    """Read and check --expect before anything is measured.
+def read_expectation(
+    text: str, bench: str, device: str = "auto", allowed: AllowedValues | None = None
+) -> Expectation:
+    """Read and check --expect before anything is measured. `device` is the value of --device.
 
-    `allowed` has more values that text fields can have in this run, such as the names of pairs.
+    `allowed` has further values that text fields can have in this run, such as names of pairs.
     """
     path = Path(text)
     if text == "catalogue":
-        if bench == "pairs":
-            raise UsageError(
-                "--expect catalogue: it has no speed-ups of pairs: give an earlier JSON or a TOML "
-                "file of thresholds"
-            )
+        # bench bandwidth compares CPU links with other links of their class.
+        on_gpu = bench == "bandwidth" or (device != "cpu" and visible_gpu_count())
+        if bench == "pairs" or not on_gpu:
+            known = "the catalogue has figures of links and of collectives on GPUs only"
+            raise UsageError(f"--expect catalogue: {known}: give a JSON or TOML file")
         return Expectation(text)
     if path.suffix == ".json":
         return Expectation(text, baseline=_read_baseline(path, bench))
-    return Expectation(text, rules=_read_rules(path, bench, allowed or {}))
+    rules = _read_rules(path)
+    for number, rule in enumerate(rules, 1):
+        try:
+            _check_rule(rule, bench, {**ALLOWED_VALUES[bench], **(allowed or {})})
+        except UsageError as error:
+            raise UsageError(f"--expect {path}: rule {number}: {error}") from None
+    return Expectation(text, rules=rules)
 
 
 def _read_baseline(path: Path, bench: str) -> Content:
-    baseline = read_results("--expect", path)
+    baseline = compare_results.read_results("--expect", path)
     if bench_of(baseline) != bench:
-        raise UsageError(
-            f"--expect {path}: it is a result of bench {bench_of(baseline)}, this is bench "
-            f"{bench}: give a result of the same bench"
-        )
+        kinds = f"it is a result of bench {bench_of(baseline)}, this is bench {bench}"
+        raise UsageError(f"--expect {path}: {kinds}: give a result of the same bench")
     try:
-        if not figures_of(baseline):
+        if not compare_results.figures_of(baseline):
             raise UsageError(f"--expect {path}: it has no figures: give a complete result")
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UsageError(
-            f"--expect {path}: its rows are not those of a bench ({error}): measure it again"
-        ) from None
+        raise UsageError(f"--expect {path}: a row is invalid ({error}): measure it again") from None
     return baseline
 
 
-def _read_rules(path: Path, bench: str, allowed: AllowedValues) -> tuple[Rule, ...]:
+def _read_rules(path: Path) -> list[Rule]:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not TOML: {error}"
-        raise UsageError(
-            f"--expect {path}: {reason}: give catalogue, a .json that a bench wrote, or a .toml of "
-            "thresholds"
-        ) from None
+        cure = "give catalogue, a .json that a bench wrote, or a .toml of thresholds"
+        raise UsageError(f"--expect {path}: {reason}: {cure}") from None
     rules = content.get("expect")
     tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
     if not rules or not tables or set(content) != {"expect"}:
         raise UsageError(f"--expect {path}: a file of thresholds is a list of [[expect]] tables")
-    rules = [dict(_flatten(rule)) for rule in rules]
-    for number, rule in enumerate(rules, 1):
-        try:
-            _check_rule(rule, bench, {**ALLOWED_VALUES[bench], **allowed})
-        except UsageError as error:
-            raise UsageError(f"--expect {path}: rule {number}: {error}") from None
-    return tuple(rules)
+    return [dict(_flatten(rule)) for rule in rules]
 
 
 def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
     """Restore dotted names, because TOML reads an unquoted time_us.p50 as a table in a table."""
     for name, value in rule.items():
         if isinstance(value, dict) and value and all(isinstance(e, dict) for e in value.values()):
-            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+            yield from ((f"{name}.{inner}", bound) for inner, bound in value.items())
         else:
             yield name, value
 
@@ -149,7 +127,7 @@ def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
     known = list(dict.fromkeys(["part", *(name for fields in parts.values() for name in fields)]))
     for name in rule:
         if name not in known:
-            inner = [each for each in known if each.startswith(f"{name}.")]
+            inner = [field for field in known if field.startswith(f"{name}.")]
             raise UsageError(f"bench {bench} has no {name!r}: {did_you_mean(name, inner or known)}")
     for name, value in rule.items():
         if name in RESULT_FIELDS["texts"]:
@@ -160,60 +138,55 @@ def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
     if not bounds:
         example = RESULT_FIELDS["example_bounds"][bench]
         raise UsageError(f"it has no bound: add one, such as {example}")
-    named = _as_list(rule.get("part", list(parts)))
+    named_parts = _as_list(rule.get("part", list(parts)))
     selected = {name for name in rule if name not in bounds and name != "part"}
-    matching = [parts[part] for part in parts if part in named and selected <= {*parts[part]}]
+    matching = [parts[part] for part in parts if part in named_parts and selected <= {*parts[part]}]
     for name in bounds:
         if not any(name in fields for fields in matching):
             having = " and ".join(part for part, fields in parts.items() if name in fields)
-            raise UsageError(
-                f"{name} is a field of {having}, which the other keys exclude: write two rules"
-            )
+            other = f"{name} is a field of {having}, which the other keys exclude"
+            raise UsageError(f"{other}: write two rules")
 
 
 def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
-    for each in _as_list(value):
-        if not isinstance(each, str):
+    for text in _as_list(value):
+        if not isinstance(text, str):
             raise UsageError(f"{name} = {_format(value)}: write a string, or a list of strings")
         # In rows, the name of a backend may have a suffix: "gloo x16", "shm ring".
-        word = each.partition(" ")[0] if name == "backend" else each
+        word = text.partition(" ")[0] if name == "backend" else text
         if allowed is not None and word not in allowed:
-            raise UsageError(f"no {name} {each!r}: {did_you_mean(word, allowed)}")
+            raise UsageError(f"no {name} {text!r}: {did_you_mean(word, allowed)}")
 
 
 def _check_number(name: str, value: Any) -> None:
     """Check a number, a list of numbers, or a table with min, max or both."""
-    is_range = isinstance(value, dict)
-    if is_range and (not value or not set(value) <= {"min", "max"}):
+    is_bound = isinstance(value, dict)
+    if is_bound and (not value or not set(value) <= {"min", "max"}):
         raise UsageError(f"{name} = {_format(value)}: a bound has min, max or both")
-    for end, each in value.items() if is_range else ((None, each) for each in _as_list(value)):
+    ends = value.items() if is_bound else [(None, number) for number in _as_list(value)]
+    for end, number in ends:
+        quoted = isinstance(number, str) and name != "bytes"
         try:
-            if isinstance(each, bool) or (isinstance(each, str) and name != "bytes"):
-                raise ValueError
-            if math.isnan(_number(each)):
-                raise ValueError
+            valid = not isinstance(number, bool) and not quoted and not math.isnan(_number(number))
         except (ValueError, TypeError):
-            label = f"{name}.{end}" if is_range else name
+            valid = False
+        if not valid:
+            label = f"{name}.{end}" if is_bound else name
             cure = "64M or 1024" if name == "bytes" else "a number without quotes"
-            raise UsageError(f"{label} = {each!r} is not a number: write {cure}") from None
-    if is_range:
+            raise UsageError(f"{label} = {number!r} is not a number: write {cure}")
+    if is_bound:
         if _number(value.get("min", -math.inf)) > _number(value.get("max", math.inf)):
             raise UsageError(f"{name}: no value is {_format(value)}: exchange min and max")
     elif name not in (*_SELECTORS, *RESULT_FIELDS["other_integers"]):
         end = "max" if name == "wrong" or "us." in name else "min"
-        raise UsageError(
-            f"{name} = {_format(value)}: a measured value never equals a number: give a bound, "
-            f"such as {name} = {{ {end} = {value} }}"
-        )
+        bound = f"{name} = {{ {end} = {value} }}"
+        raise UsageError(f"{name} = {_format(value)}: give a bound, such as {bound}")
 
 
 def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
     """Return the bounds of a rule. The other keys of the rule select rows."""
-    return {
-        name: value
-        for name, value in rule.items()
-        if isinstance(value, dict) and name not in _SELECTORS
-    }
+    tables = {name: value for name, value in rule.items() if isinstance(value, dict)}
+    return {name: value for name, value in tables.items() if name not in _SELECTORS}
 
 
 def _number(value: Any) -> float:
@@ -229,27 +202,15 @@ def _format(value: Any) -> str:
     """Format a value of a rule for messages."""
     if isinstance(value, dict):
         signs = {"min": "at least", "max": "at most"}
-        return " and ".join(f"{signs.get(end, end)} {each}" for end, each in value.items())
+        return " and ".join(f"{signs.get(end, end)} {number}" for end, number in value.items())
     return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # ---- Checking results ----
 
 
-@dataclass(frozen=True)
-class Unmet:
-    """One expectation that a result does not meet."""
-
-    what: str
-    observed: str
-    expected: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.observed}, expected {self.expected}"
-
-
-def unmet_expectations(results: Content, expectation: Expectation) -> list[Unmet]:
-    """Return the expectations that the results do not meet.
+def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
+    """Describe each expectation that the results do not meet.
 
     `results` is the JSON of a bench with its schema; the environment may be missing. Raises
     UsageError if nothing could be checked, because a run without any check must not pass.
@@ -266,37 +227,38 @@ def baseline_differences(results: Content, expectation: Expectation) -> list[str
     if expectation.baseline is None:
         return []
     environment = results.get("environment") or describe_environment()
-    return environment_differences(expectation.baseline, {**results, "environment": environment})
+    results = {**results, "environment": environment}
+    return compare_results.environment_differences(expectation.baseline, results)
 
 
-def _check_against_rule(rule: Rule, results: Content) -> Iterator[Unmet]:
+def _check_against_rule(rule: Rule, results: Content) -> Iterator[str]:
     bounds = _bounds(rule)
     selection = {name: value for name, value in rule.items() if name not in bounds}
-    checked = 0
+    checked = False
     for rows, row in rows_of(results):
-        if not _matches(selection, rows.name, row):
+        if not _matches(selection, rows["name"], row):
             continue
         for name, bound in bounds.items():
             value = value_of(row, name)
             if value is None:
                 continue
-            checked += 1
+            checked = True
             if not _within(value, bound):
-                what, expected = _row_name(row, selection), f"{name} {_format(bound)}"
-                yield Unmet(what, f"{name} is {value:g}", expected)
+                row_name = _row_name(row, selection)
+                yield f"{row_name}: {name} is {value:g}, expected {name} {_format(bound)}"
     if not checked:
-        about = ", ".join(f"{name} {_format(value)}" for name, value in selection.items())
-        expected = f"{', '.join(bounds)} of some row"
-        yield Unmet(about or "every row", "no row matches, nothing was checked", expected)
+        selected = ", ".join(f"{name} {_format(value)}" for name, value in selection.items())
+        names = ", ".join(bounds)
+        yield f"{selected or 'every row'}: no row matches, nothing was checked: expected {names}"
 
 
 def _matches(selection: Mapping[str, Any], part: str, row: Row) -> bool:
-    for name, wanted in selection.items():
+    for name, selected in selection.items():
         value: Any = part if name == "part" else row.get(name)
-        if isinstance(wanted, dict):
-            if value is None or not _within(value, wanted):
+        if isinstance(selected, dict):
+            if value is None or not _within(value, selected):
                 return False
-        elif value not in [_number(e) if name == "bytes" else e for e in _as_list(wanted)]:
+        elif value not in [_number(e) if name == "bytes" else e for e in _as_list(selected)]:
             return False
     return True
 
@@ -310,27 +272,22 @@ def _row_name(row: Row, selection: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {row[name]}" for name in dict.fromkeys(names) if name in row)
 
 
-def _check_against_baseline(results: Content, baseline: Content, name: str) -> list[Unmet]:
-    changes = compare(baseline, results)
+def _check_against_baseline(results: Content, baseline: Content, name: str) -> list[str]:
+    changes = compare_results.compare(baseline, results)
     if not any(change.ratio is not None for change in changes):
-        raise UsageError(
-            f"--expect {name}: it has no row in common with this run: use the flags that it was "
-            "measured with"
-        )
-    return [
-        Unmet(
-            f"{change.name}, {change.metric}",
-            "the result is wrong" if change.verdict == "wrong" else f"{change.new:g}",
-            f"{change.old or 0:g} within {100 * (change.limit or 0):.0f} %",
-        )
-        for change in changes
-        if change.verdict in ("slower", "wrong")
-    ]
+        raise UsageError(f"--expect {name}: it has no row in common with this run: use its flags")
+    unmet = []
+    for change in changes:
+        if change.verdict in ("slower", "wrong"):
+            observed = f"{change.new:g}" if change.verdict == "slower" else "the result is wrong"
+            expected = f"{change.old or 0:g} within {100 * (change.limit or 0):.0f} %"
+            unmet.append(f"{change.name}, {change.metric}: {observed}, expected {expected}")
+    return unmet
 
 
-def _check_against_catalogue(results: Content) -> list[Unmet]:
+def _check_against_catalogue(results: Content) -> list[str]:
     gpu = _gpu_of_exclusive_node(results)
-    unmet = _unmet_verdicts(results) if bench_of(results) == "bandwidth" else []
+    unmet = list(_unmet_verdicts(results)) if bench_of(results) == "bandwidth" else []
     checked = 0
     for _, row in rows_of(results):
         # Pairs and copies of bench bandwidth already have a verdict.
@@ -342,28 +299,26 @@ def _check_against_catalogue(results: Content) -> list[Unmet]:
             continue
         checked += 1
         if row["busbw_gbs"] < CATALOGUE_FRACTION * published.gbs:
+            observed = f"{_row_name(row, {})}: busbw is {row['busbw_gbs']:g} GB/s"
             expected = f"{CATALOGUE_FRACTION:g} × {published.gbs:g} GB/s ({published.source})"
-            observed = f"busbw is {row['busbw_gbs']:g} GB/s"
-            unmet.append(Unmet(_row_name(row, {}), observed, expected))
+            unmet.append(f"{observed}, expected {expected}")
     if not checked:
-        raise UsageError(
-            f"--expect catalogue: it has no figure for this run on {gpu or 'this machine'}: give "
-            "an earlier result or a file of thresholds"
-        )
+        missing = f"the catalogue has no figure for this run on {gpu or 'this machine'}"
+        raise UsageError(f"--expect catalogue: {missing}: give an earlier result or thresholds")
     return unmet
 
 
-def _unmet_verdicts(results: Content) -> list[Unmet]:
-    unmet = [
-        Unmet(each["what"], f"{each['gbs']:g} GB/s", f"{each['against_gbs']:g}: {each['against']}")
-        for each in results["findings"]
-    ]
+def _unmet_verdicts(results: Content) -> Iterator[str]:
+    """Describe the slow links and copies of bench bandwidth."""
+    for finding in results["findings"]:
+        expected = f"{finding['against_gbs']:g}: {finding['against']}"
+        yield f"{finding['what']}: {finding['gbs']:g} GB/s, expected {expected}"
     for row in results["copies"]:
         if row["verdict"] in ("degraded", "bad"):
-            what, observed = f"rank {row['rank']}, {row['kind']}", f"{row['gbs']:g} GB/s"
-            published = f"{row['expected_gbs']:g} ({row['expected_source']})"
-            unmet.append(Unmet(what, observed, f"{CATALOGUE_FRACTION:g} × {published}"))
-    return unmet
+            expected = (
+                f"{CATALOGUE_FRACTION:g} × {row['expected_gbs']:g} ({row['expected_source']})"
+            )
+            yield f"rank {row['rank']}, {row['kind']}: {row['gbs']:g} GB/s, expected {expected}"
 
 
 def _gpu_of_exclusive_node(results: Content) -> str | None:
@@ -371,7 +326,7 @@ def _gpu_of_exclusive_node(results: Content) -> str | None:
     ranks = results.get("world", {}).get("ranks", [])
     environment = results.get("environment") or describe_environment()
     models = {gpu["name"] for gpu in environment.get("gpus", ())}
-    on_gpus = bool(ranks) and all(str(each["device"]).startswith("cuda") for each in ranks)
-    sharing = any(each.get("ranks_on_device", 1) > 1 for each in ranks)
-    nodes = len({each["node"] for each in ranks})
+    on_gpus = bool(ranks) and all(str(rank["device"]).startswith("cuda") for rank in ranks)
+    sharing = any(rank.get("ranks_on_device", 1) > 1 for rank in ranks)
+    nodes = len({rank["node"] for rank in ranks})
     return models.pop() if on_gpus and len(models) == 1 and nodes == 1 and not sharing else None

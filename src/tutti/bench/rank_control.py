@@ -1,24 +1,34 @@
-"""Coordinate the ranks of a benchmark: barriers, maxima over ranks, errors, and Ctrl-C."""
+"""The ranks of a benchmark: pinning, host memory, core latency, barriers, errors and Ctrl-C."""
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tutti.bench import Unsupported
+from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list, read_memory
+from tutti.machine.sysfs import SysFiles
+from tutti.measure.units import format_bytes, format_size
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 from tutti.world.launchers import identify
+from tutti.world.rendezvous import shm_unavailable
+from tutti.world.world import World
 
 Result = TypeVar("Result")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# ---- Barriers, errors and Ctrl-C ----
 
 
 class RankControl:
@@ -52,7 +62,7 @@ class RankControl:
         dist.all_reduce(total, group=self._group)
         return int(total)
 
-    @contextmanager
+    @contextlib.contextmanager
     def stop_on_signals(self) -> Iterator[None]:
         """Let SIGINT, SIGTERM and SIGUSR1 (forwarded by mpirun) only set `stop_requested`.
 
@@ -66,12 +76,8 @@ class RankControl:
 
         if self.rank == 0 and identify(os.environ).launcher == "slurm":
             step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
-            print(
-                "note: Ctrl-C at srun kills all ranks; to stop and keep what was measured: "
-                f"scancel --signal=INT {step}",
-                file=sys.stderr,
-                flush=True,
-            )
+            note = "note: Ctrl-C at srun kills all ranks; to stop and keep the results so far: "
+            print(f"{note}scancel --signal=INT {step}", file=sys.stderr, flush=True)
         before = {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
         try:
             try:
@@ -99,5 +105,133 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     # torch raises these errors if a backend lacks an operation; waits raise them if a peer failed.
     except (RuntimeError, TypeError, ValueError, TimeoutError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    reasons = [each for each in gather_json(reason) if each is not None]
+    reasons = [message for message in gather_json(reason) if message is not None]
     return (None, reasons[0]) if reasons else (result, "")
+
+
+# ---- Pinning, so that times do not include migration between CPUs or waiting for a CPU ----
+
+
+def pin_rank(world: World, pin: bool | str = True) -> str:
+    """Pin this rank, and return the list of its CPUs. Collective.
+
+    `pin` is True or "own" for this rank's share of its allowed CPUs, False or "none" for no
+    pinning, or a list of CPUs for each rank of a host, such as "0/1/2-3". The allowed CPUs are
+    divided among the ranks of the host that have the same allowed set. If there are more ranks than
+    CPUs, each rank gets one CPU, round-robin.
+    """
+    if pin in (False, "none"):
+        return world.cpus
+    if pin in (True, "own"):
+        own = [world.host, format_cpu_list(allowed_cpus())]
+        sharers = [rank for rank, other in enumerate(gather_json(own)) if other == own]
+        cpus = share_of_cpus(allowed_cpus(), sharers.index(world.rank), len(sharers))
+    else:
+        lists = str(pin).split("/")
+        cpus = parse_cpu_list(lists[world.local_rank % len(lists)])
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, OverflowError) as error:
+        chosen, allowed = format_cpu_list(cpus), format_cpu_list(allowed_cpus())
+        reason = f"this rank cannot run on CPU {chosen} ({error})"
+        raise UsageError(f"--pin: {reason}: its allowed CPUs are {allowed}") from None
+    for thread in Path("/proc/self/task").iterdir():  # gloo's threads are already running
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
+            os.sched_setaffinity(int(thread.name), cpus)
+    return format_cpu_list(cpus)
+
+
+def share_of_cpus(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[int, ...]:
+    """Return the CPUs of the rank at `position` among `sharers` ranks that share `cpus`."""
+    if sharers > len(cpus):
+        return (cpus[position % len(cpus)],)
+    return cpus[position * len(cpus) // sharers : (position + 1) * len(cpus) // sharers]
+
+
+def check_host_memory(size: int, world: World) -> None:
+    """Raise UsageError if a host lacks memory for messages of `size` bytes. Collective.
+
+    Otherwise the kernel would kill ranks in the middle of the run.
+    """
+    available = read_memory(SysFiles()).available_bytes
+    for ranks, free in gather_json((world.local_size, available)):
+        needed = 2 * size * ranks  # at least a send buffer and the expected result per rank
+        if free is not None and needed > free:
+            memory = f"{format_bytes(needed)} of memory, {format_bytes(free)} are free"
+            raise UsageError(
+                f"--sizes {format_size(size)}: {ranks} rank{'s' * (ranks > 1)} on a host need at "
+                f"least {memory}: use smaller sizes or fewer ranks"
+            )
+
+
+# ---- Latency between cores ----
+
+
+class CoreLatency:
+    """Round-trip time of a cache line between the cores of neighbouring ranks of one host.
+
+    The latency is tens of nanoseconds between cores that share a cache, and hundreds otherwise; the
+    speed of messages depends on the latency. The hypervisor of a virtual machine may move its cores
+    to other physical cores during a run, so the latency is measured before and after the benchmark.
+    It is measured only if no two ranks share a CPU. Construction and `measure` are collective.
+    """
+
+    _ROUNDS, _TURNS, _TIMEOUT = 5, 2000, 2.0  # the timeout is in seconds
+    _MAX_PAIRS = 7
+    _MOVED_RATIO = 2.0  # smaller changes are noise
+
+    def __init__(self, world: World, cpus: Sequence[str]) -> None:
+        sets = [set(parse_cpu_list(text)) for text in cpus]
+        disjoint = len(sets) > 1 and sum(map(len, sets)) == len(set().union(*sets))
+        on_one_cpu_host = world.device.type == "cpu" and world.nodes == 1
+        measurable = on_one_cpu_host and disjoint and not shm_unavailable()
+        pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if measurable else []
+        self._rank = world.rank
+        # Rows for JSON: nanoseconds before and after the benchmark, null if a rank timed out.
+        self.rows: list[dict[str, Any]] = [
+            {"ranks": pair, "before_ns": None, "after_ns": None} for pair in pairs
+        ]
+        self.measure("before_ns")
+
+    def __str__(self) -> str:
+        known = [(*row["ranks"], row["before_ns"]) for row in self.rows if row["before_ns"]]
+        times = ", ".join(f"{a} and {b}: {time:.0f} ns" for a, b, time in known)
+        return f"cache-line round trip between ranks {times}" if times else ""
+
+    def change(self) -> str:
+        """Return a note if the latency of a pair changed by more than a factor of 2, else ""."""
+        for row in self.rows:
+            (a, b), before, after = row["ranks"], row["before_ns"], row["after_ns"]
+            if before and after and max(before / after, after / before) >= self._MOVED_RATIO:
+                return (
+                    f"the cache-line round trip between ranks {a} and {b} was {before:.0f} ns "
+                    f"before and {after:.0f} ns after: the hypervisor probably moved their cores, "
+                    "and the figures mix both placements"
+                )
+        return ""
+
+    def measure(self, field: str) -> None:
+        """Measure the latency of every pair, and write it to `field` of its row."""
+        if not self.rows:
+            return
+        from tutti.comm.shm.native import core
+        from tutti.comm.symmetric import Heap
+
+        medians: list[float | None] = [None] * len(self.rows)  # of pairs that this rank is in
+        with Heap(bytes=1 << 16, device="cpu") as heap:
+            lines = heap.counters(self._ROUNDS * len(self.rows))
+            for number, row in enumerate(self.rows):
+                heap.barrier()  # one pair at a time
+                first, _ = row["ranks"]
+                if self._rank not in row["ranks"]:
+                    continue
+                round_trip_ns, starts = core().tutti_round_trip_ns, self._rank == first
+                samples = [
+                    round_trip_ns(lines.address(index, first), starts, self._TURNS, self._TIMEOUT)
+                    for index in range(self._ROUNDS * number, self._ROUNDS * (number + 1))
+                ]
+                medians[number] = median(samples) if min(samples) > 0 else None
+            heap.barrier()
+        medians_of_ranks = gather_json(medians)
+        for number, row in enumerate(self.rows):
+            row[field] = medians_of_ranks[row["ranks"][0]][number]

@@ -9,28 +9,23 @@ from tutti.bench.collectives import BACKENDS
 from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
-from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.measure.message_cost import OPERATIONS
 from tutti.measure.terminal import print_note, terminal_width
-from tutti.world.errors import UsageError, checked_seconds, did_you_mean
+from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.launch import LocalWorld
 
 if TYPE_CHECKING:
     from tutti.bench.collectives.interleaved_sweep import Sweep
-    from tutti.bench.host_setup import CoreLatency
-    from tutti.world.world import World
-
-_SCHEMA = "tutti.bench.collectives/1"
 
 
 @dataclass(frozen=True)
-class Collectives(bench.RankFlags):
+class Collectives(bench.ExpectFlags):
     """Measure collectives, all backends in turns in one run: tutti bench collectives --ranks 2
 
     Columns and formulas are those of nccl-tests; time is the p50 over calls, each on its slowest
     rank. Ranks are pinned, results are checked bit by bit, and ratio is the first backend's time
-    divided by this backend's time. Ctrl-C keeps what was measured.
+    divided by this backend's time. Ctrl-C keeps the results so far.
     """
 
     ops: str = "all_reduce"
@@ -40,7 +35,7 @@ class Collectives(bench.RankFlags):
     backends: str | None = None
     """gloo, shm, symmetric (shm on symmetric tensors; on CUDA tutti's own kernels), one-shot,
     two-shot, ring (algorithms on symmetric tensors), staged (through a symmetric buffer), mpi,
-    nccl. Ratios are against the first. Default: gloo,shm, on CUDA nccl,symmetric."""
+    nccl. Ratios are relative to the first. Default: gloo,shm, on CUDA nccl,symmetric."""
     dtype: Literal[
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"
     ] = "float32"
@@ -51,46 +46,40 @@ class Collectives(bench.RankFlags):
     """Consecutive calls as in nccl-tests, or with a barrier before each call."""
     group: int = 1
     """For each torch.distributed backend, also measure this many calls in one comm.group(). The
-    time is per call, and ratio is against single calls of the same backend."""
+    time is per call, and ratio is relative to single calls of the same backend."""
     spread: bool = False
-    """Also show min, p99 and cv, as nccl-tests -I does; files always have them."""
+    """Also print min, p99 and cv, as nccl-tests -I does; result files always contain them."""
     iterations: str = "auto"
     """Timed calls of each backend and size; auto: as many as --budget allows."""
     warmup: int = 20
-    """Maximum number of untimed calls first."""
+    """Maximum number of untimed calls before the timed calls."""
     budget: float = 0.5
     """Seconds for each backend and size."""
     pin: bool = True
-    """Pin every rank to CPUs of its own."""
-    expect: str | None = None
-    """Exit with 1 if results miss an expectation: catalogue, an earlier JSON of this bench, or a
-    TOML file of thresholds."""
+    """Pin every rank to its own CPUs."""
     csv: Path | None = None
     """Also write the rows to this file as CSV."""
-    save_paths: bool = False
-    """Save the fastest backend per size for this machine: tutti.comm chooses by it if a group has
-    several paths (all_reduce on CUDA), and comm.explain shows it."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    options = parse(Collectives, "tutti bench collectives", arguments)
+    options = bench.parse_flags(Collectives, "collectives", arguments)
     ops, sizes, backends = _check(options)
-    expectation = bench.expect_flag(options.expect, "collectives", options.device)
+    expectation = bench.expect_flag(options, "collectives")
     if bench.is_rank():
         return _measure(options, ops, sizes, backends, expectation)
     if "mpi" in backends:
-        from tutti.bench.collectives.mpi_backend import mpirun_command, run_mpirun
+        from tutti.bench.collectives.backends import mpirun_command, run_mpirun
 
         command = [sys.executable, "-m", "tutti", "bench", "collectives", *arguments]
         ranks = bench.default_ranks(options)
         LocalWorld(command, ranks, options.device).check()
-        return run_mpirun(mpirun_command(ranks, command), terminal_width(sys.stdout))
+        return run_mpirun(mpirun_command(ranks, command), terminal_width())
     return bench.start_ranks("collectives", arguments, options)
 
 
 def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
-    """Check the flags before ranks are started."""
+    """Check the flags before ranks are started. Returns operations, sizes and backends."""
     ops = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
     for name in ops:
         if name not in OPERATIONS:
@@ -101,16 +90,13 @@ def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
             raise UsageError(f"--backends: no backend {name!r}: there are {', '.join(BACKENDS)}")
         if backends.count(name) > 1:
             raise UsageError(f"--backends {options.backends}: {name} is named twice")
-    if options.iterations != "auto" and not (
-        options.iterations.isdecimal() and int(options.iterations) > 0
-    ):
-        raise UsageError(f"--iterations {options.iterations}: use auto, or a number above 0")
+    iterations = options.iterations
+    if iterations != "auto" and not (iterations.isdecimal() and int(iterations) > 0):
+        raise UsageError(f"--iterations must be auto or a positive number, got {iterations}")
     if options.warmup < 0:
-        raise UsageError(f"--warmup {options.warmup}: use 0 or more")
+        raise UsageError(f"--warmup must be 0 or more, got {options.warmup}")
     if options.group < 1:
-        raise UsageError(f"--group {options.group}: use 1 (no groups) or more calls, such as 16")
-    checked_seconds("--budget", options.budget, example=0.5)
-    check_writable("--json", options.json)
+        raise UsageError(f"--group must be 1 (no groups) or more calls, got {options.group}")
     check_writable("--csv", options.csv)
     return ops, bench.sizes_flag(options.sizes), backends
 
@@ -124,16 +110,15 @@ def _measure(
 ) -> int:
     from tutti.bench.collectives.backends import open_backends, with_grouped
     from tutti.bench.collectives.cases import DTYPES, case_groups
-    from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
-    from tutti.bench.host_setup import CoreLatency, check_host_memory
-    from tutti.bench.rank_control import RankControl
+    from tutti.bench.collectives.interleaved_sweep import Sweep
+    from tutti.bench.rank_control import CoreLatency, check_host_memory
 
     timings = ("back-to-back", "isolated") if options.timing == "both" else (options.timing,)
     iterations = None if options.iterations == "auto" else int(options.iterations)
-    settings = SweepSettings(timings, iterations, options.warmup, options.budget)
-    with bench.open_world(options) as world:
-        ranks = bench.pin_and_describe_ranks(world, options.pin)
-        latency = CoreLatency(world, [row["cpus"] for row in ranks])
+    settings = (options.budget, timings, iterations, options.warmup)
+    with bench.open_session(options, "tutti.bench.collectives/1", options.pin) as session:
+        world, session.csv = session.world, options.csv
+        latency = CoreLatency(world, [row["cpus"] for row in session.ranks])
         groups = [
             group
             for op in ops
@@ -143,81 +128,61 @@ def _measure(
         with usage_error_on_rank_0(world):
             check_host_memory(largest, world)
         default = ["nccl", "symmetric"] if world.device.type == "cuda" else ["gloo", "shm"]
-        control = RankControl()
-        files = bench.ResultFiles(_SCHEMA, options.json, options.csv)
-        with control.stop_on_signals():
-            with open_backends(backend_names or default, world, largest) as (backends, missing):
-                if not backends:
-                    reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
-                    with usage_error_on_rank_0(world):
-                        raise UsageError(f"--backends: {reasons}")
-                if options.group > 1:
-                    backends = list(with_grouped(backends, options.group, world.device))
-                sweep = Sweep(backends, settings, control, world)
-                sweep.skipped += missing
-
-                def results() -> dict[str, Any]:
-                    return {
-                        "rows": sweep.rows,
-                        "backends": {each.name: each.about for each in backends},
-                        "skipped": sweep.skipped,
-                        "complete": sweep.complete,
-                        "timing": "p50 over calls, each as slow as its slowest rank",
-                        "world": bench.world_json(world, ranks),
-                        "round_trips": latency.rows,
-                    }
-
+        with open_backends(backend_names or default, world, largest) as (backends, missing):
+            if not backends:
+                reasons = "; ".join(f"{skip['backend']}: {skip['reason']}" for skip in missing)
                 with usage_error_on_rank_0(world):
-                    planned = {**results(), "rows": sweep.planned_rows(groups)}
-                    bench.check_planned_rows(_SCHEMA, planned, expectation)
-                if world.is_first:
-                    _print_head(world, ranks, sweep, latency)
-                placements = {
-                    group[0].operation.name: [case.placement for case in group] for group in groups
+                    raise UsageError(f"--backends: {reasons}")
+            if options.group > 1:
+                backends = list(with_grouped(backends, options.group, world.device))
+            sweep = Sweep(backends, session.control, world, *settings)
+            sweep.skipped += missing
+
+            def results() -> dict[str, Any]:
+                return {
+                    "rows": sweep.rows,
+                    "backends": {backend.name: backend.about for backend in backends},
+                    "skipped": sweep.skipped,
+                    "complete": sweep.complete,
+                    "timing": "p50 over calls; the time of a call is that of its slowest rank",
+                    "world": session.world_json,
+                    "round_trips": latency.rows,
                 }
-                table = CollectivesTable(placements, len(timings), spread=options.spread)
 
-                def report(measured: list[dict[str, Any]]) -> None:
-                    table.add(measured)
-                    files.save(results())
-
-                sweep.run(groups, report if world.is_first else lambda measured: None)
-            latency.measure_again()
+            planned = {**results(), "rows": sweep.planned_rows(groups)}
+            session.check_planned_rows(planned, expectation)
             if world.is_first:
-                if change := latency.change():
-                    print_note(f"note: {change}")
-                files.write(results())
-                _print_end(sweep, options, world)
+                session.print_ranks()
+                for backend in backends:
+                    if backend.about:
+                        print_note(f"{backend.name}: {backend.about}")
+                for skip in missing:
+                    print_note(f"{skip['backend']} is skipped: {skip['reason']}")
+                if str(latency):
+                    print_note(f"cores: {latency}")
+            table = CollectivesTable(options.spread)
+
+            def report(measured: list[dict[str, Any]]) -> None:
+                table.add(measured)
+                session.save(results())
+
+            sweep.run(groups, report if world.is_first else lambda measured: None)
+        latency.measure("after_ns")
+        if world.is_first:
+            if change := latency.change():
+                print_note(f"note: {change}")
+            session.write(results())
+            _print_end(sweep)
     wrong = any(row["wrong"] for row in sweep.rows)
-    return bench.exit_code(world, _SCHEMA, results(), expectation, sweep.stopped, wrong)
+    return session.exit_code(results(), expectation, sweep.stopped, wrong)
 
 
-def _print_head(
-    world: "World", ranks: list[dict[str, Any]], sweep: "Sweep", latency: "CoreLatency"
-) -> None:
-    bench.print_ranks(world, ranks)
-    for backend in sweep.backends:
-        if backend.about:
-            print_note(f"{backend.name}: {backend.about}")
-    for each in sweep.skipped:
-        print_note(f"{each['backend']} is skipped: {each['reason']}")
-    if str(latency):
-        print_note(f"cores: {latency}")
-
-
-def _print_end(sweep: "Sweep", options: Collectives, world: "World") -> None:
-    for each in sweep.skipped:
-        if "op" in each:
-            placement = "in place" if each["placement"] == "in" else "out of place"
-            what = f"{each['backend']} {each['op']} ({placement})"
-            print_note(f"{what} is skipped: {each['reason']}")
-    if options.save_paths:
-        from tutti.bench.collectives.path_tuning import path_measurements
-        from tutti.comm.path_selection import fastest, save
-
-        measured = path_measurements(sweep.rows, world.device.type)
-        table = fastest(measured, world.size, options.dtype)
-        print_note(f"paths are saved in {save(table)}")
+def _print_end(sweep: "Sweep") -> None:
+    for skipped in sweep.skipped:
+        if "op" in skipped:
+            placement = "in place" if skipped["placement"] == "in" else "out of place"
+            name = f"{skipped['backend']} {skipped['op']} ({placement})"
+            print_note(f"{name} is skipped: {skipped['reason']}")
     bench.print_wrong(sum(row["wrong"] for row in sweep.rows))
     if sweep.stopped:
         print_note(f"stopped: {len(sweep.rows)} rows were measured")

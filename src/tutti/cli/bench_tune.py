@@ -4,14 +4,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.cli import bench
-from tutti.cli.flags import parse
-from tutti.cli.results import check_writable
 from tutti.measure.terminal import print_line, print_note
 from tutti.measure.units import format_size
-from tutti.world.errors import checked_seconds
 
 if TYPE_CHECKING:
-    from tutti.bench.collectives.interleaved_sweep import Sweep
     from tutti.world.world import World
 
 
@@ -19,9 +15,9 @@ if TYPE_CHECKING:
 class Tune(bench.RankFlags):
     """Measure which path is fastest at which size, and save the table: tutti bench tune
 
-    tutti.comm reads the table: if a group has several paths (today all_reduce on CUDA, by NCCL or
-    by one-shot kernels on symmetric memory), the table decides by size. It applies to machines of
-    this kind and this number of ranks. Ctrl-C writes no table.
+    tutti.comm reads the table: if a group has several paths (today all_reduce on CUDA, with NCCL or
+    with one-shot kernels on symmetric memory), the table selects the path by size. It applies to
+    machines of this kind and this number of ranks. Ctrl-C writes no table.
     """
 
     sizes: str = "1K:8M:x2"
@@ -31,17 +27,15 @@ class Tune(bench.RankFlags):
     budget: float = 0.5
     """Seconds for each path and size."""
     dry_run: bool = False
-    """Print the table, and write nothing."""
+    """Print the table, but write no file."""
     pin: bool = True
-    """Pin every rank to CPUs of its own."""
+    """Pin every rank to its own CPUs."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    options = parse(Tune, "tutti bench tune", arguments)
+    options = bench.parse_flags(Tune, "tune", arguments)
     sizes = bench.sizes_flag(options.sizes)
-    checked_seconds("--budget", options.budget, example=0.5)
-    check_writable("--json", options.json)
     if not bench.is_rank():
         return bench.start_ranks("tune", arguments, options)
     return _tune(options, sizes)
@@ -51,83 +45,74 @@ def _tune(options: Tune, sizes: list[int]) -> int:
     from tutti.comm.operation import comm_group_of
     from tutti.comm.path_selection import available_paths
 
-    with bench.open_world(options) as world:
-        bench.pin_and_describe_ranks(world, options.pin)
-        paths = available_paths(comm_group_of(None), world.device.type)
-        about = {"size": world.size, "device": world.device.type, "note": world.sharing_note}
+    with bench.open_session(options, "tutti.bench.tune/1", options.pin) as session:
+        world, device = session.world, session.world.device.type
+        paths = available_paths(comm_group_of(None), device)
+        about = {"size": world.size, "device": device, "note": world.sharing_note}
         results: dict[str, Any] = {"rows": [], "table": None, "written": None, "world": about}
-        files = bench.ResultFiles("tutti.bench.tune/1", options.json)
-        if len(paths) == 1:
-            reason = f"on {world.device.type} a group of {world.size} has one path, "
-            reason += f"that of its backend: {paths[0]}"
-            if world.is_first:
-                print_note(f"there is nothing to choose: {reason}. No table is needed or written.")
-                if world.device.type == "cpu":
-                    print_note("To compare backends: tutti bench collectives --backends gloo,shm")
-                files.write({**results, "complete": True, "reason": reason})
-            return 0
-        results["paths"] = list(paths)
-        sweep = _measure(options, sizes, world, results, files)
-        if world.is_first and sweep.stopped:
-            print_note("stopped: no table was written")
-        elif world.is_first:
-            files.write(results | _sweep_json(sweep) | _save_table(options, world, sweep))
-        wrong = any(row["wrong"] for row in sweep.rows)
-        return bench.INTERRUPTED if sweep.stopped else int(wrong)
+        if len(paths) > 1:
+            return _measure(options, sizes, session, results | {"paths": list(paths)})
+        reason = f"on {device} a group of {world.size} has one path, that of its backend: "
+        reason += paths[0]
+        if world.is_first:
+            print_note(f"there is nothing to choose: {reason}. No table is needed or written.")
+            if device == "cpu":
+                print_note("To compare backends: tutti bench collectives --backends gloo,shm")
+            session.write({**results, "complete": True, "reason": reason})
+        return 0
 
 
 def _measure(
-    options: Tune,
-    sizes: list[int],
-    world: "World",
-    results: dict[str, Any],
-    files: bench.ResultFiles,
-) -> "Sweep":
+    options: Tune, sizes: list[int], session: bench.Session, results: dict[str, Any]
+) -> int:
     from tutti.bench.collectives.backends import open_backends
     from tutti.bench.collectives.cases import DTYPES, case_groups
-    from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
-    from tutti.bench.collectives.path_tuning import PATH_OF
-    from tutti.bench.rank_control import RankControl
+    from tutti.bench.collectives.interleaved_sweep import PATH_OF, Sweep
 
+    world = session.world
     groups = case_groups("all_reduce", sizes, DTYPES[options.dtype], world)
     names = [name for name, path in PATH_OF.items() if path in results["paths"]]
     largest = max(case.bytes for group in groups for case in group)
-    control, settings = RankControl(), SweepSettings(budget=options.budget)
-    with control.stop_on_signals(), open_backends(names, world, largest) as (backends, missing):
-        sweep = Sweep(backends, settings, control, world)
+    with open_backends(names, world, largest) as (backends, missing):
+        sweep = Sweep(backends, session.control, world, options.budget)
         sweep.skipped += missing
+
+        def sweep_results() -> dict[str, Any]:
+            rows, skipped, complete = sweep.rows, sweep.skipped, sweep.complete
+            return results | {"rows": rows, "skipped": skipped, "complete": complete}
 
         def report(rows: list[dict[str, Any]]) -> None:
             if rows:
                 cells = [f"{PATH_OF[row['backend']]} {row['time_us']['p50']:.2f}" for row in rows]
                 print_line(f"{format_size(rows[0]['bytes']):>8}  {', '.join(cells)}")
-            files.save(results | _sweep_json(sweep))
+            session.save(sweep_results())
 
         if world.is_first:
             if world.sharing_note:
                 print_note(f"note: {world.sharing_note}")
             print_note(f"all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
         sweep.run(groups, report if world.is_first else lambda rows: None)
-    return sweep
+    if world.is_first and sweep.stopped:
+        print_note("stopped: no table was written")
+    elif world.is_first:
+        session.write(sweep_results() | _save_table(options, world, sweep.rows))
+    wrong = any(row["wrong"] for row in sweep.rows)
+    return bench.INTERRUPTED if sweep.stopped else int(wrong)
 
 
-def _sweep_json(sweep: "Sweep") -> dict[str, Any]:
-    return {"rows": sweep.rows, "skipped": sweep.skipped, "complete": sweep.complete}
-
-
-def _save_table(options: Tune, world: "World", sweep: "Sweep") -> dict[str, Any]:
+def _save_table(options: Tune, world: "World", rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Print and save the table. Returns the table and the path of its file, for JSON."""
-    from tutti.bench.collectives.path_tuning import path_measurements, smooth_choice
+    from tutti.bench.collectives.interleaved_sweep import path_measurements, smooth_choice
     from tutti.comm.path_selection import fastest, save
 
-    chosen = smooth_choice(path_measurements(sweep.rows, world.device.type))
+    chosen = smooth_choice(path_measurements(rows, world.device.type))
     table = fastest(chosen, world.size, options.dtype)
     for row in table.rows:
-        end = "on" if row.to_bytes is None else f"to {format_size(row.to_bytes)}"
+        end = "upwards" if row.to_bytes is None else f"to {format_size(row.to_bytes)}"
         print_note(f"{row.op} from {format_size(row.from_bytes)} {end}: {row.path}")
     written = None
     if options.dry_run:
-        print_note("--dry-run: nothing was written")
+        print_note("--dry-run: no file was written")
     elif table.rows:
         written = str(save(table))
         print_note(f"written to {written}")

@@ -8,8 +8,7 @@ from pathlib import Path
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` with `content`: write a temporary file in the same folder, then rename it.
 
-    Another process reads the old content or the new content, never a part. If the folder cannot be
-    written or the disk is full, the temporary file is removed and OSError is raised.
+    If writing fails, the temporary file is removed and OSError is raised.
     """
     data = content.encode() if isinstance(content, str) else content
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -4,10 +4,7 @@ S is the size in bytes of the input or of the output of a rank, whichever is lar
 count argument of the NCCL call: the number of elements of one rank's shard if the tensor is sharded
 over ranks, else of the whole tensor. algbw = S / time. busbw = algbw × (bytes that a ring algorithm
 moves over its slowest link) / S, so busbw can be compared with the speed of that link for any
-number of ranks. 1 GB/s = 1e9 bytes/s.
-
-The α–β model of the cost of a message is seconds = α × rounds + β × bytes; `fit_alpha_beta` fits it
-to measured messages.
+number of ranks. The α–β model of the cost of a message is seconds = α × rounds + β × bytes.
 """
 
 from collections.abc import Sequence
@@ -17,17 +14,12 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, and how its size is counted.
-
-    If `sharded`, S is the total size of the shards of all ranks, and `count` is the mean number of
-    elements in a shard.
-    """
+    """A collective, and how its size is counted."""
 
     name: str
-    sharded: bool
+    sharded: bool  # S is the size of the shards of all ranks, `count` the mean elements of a shard
     reduces: bool
-    # The form that torch.distributed has: "in" for in place, "out" for out of place.
-    native: str
+    native: str  # the form that torch.distributed has: "in" for in place, "out" for out of place
     placements: tuple[str, ...] = ("out", "in")
     rooted: bool = False  # rank 0 is the root
 
@@ -45,9 +37,7 @@ class Operation:
         """Return busbw / algbw."""
         if self.name == "all_reduce":
             return 2 * (ranks - 1) / ranks
-        if self.sharded:
-            return (ranks - 1) / ranks
-        return 1.0
+        return (ranks - 1) / ranks if self.sharded else 1.0
 
 
 OPERATIONS = {

@@ -11,27 +11,19 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_MAX_TEXT_WIDTH = 100  # longer lines of prose are hard to read
-_TEXT_WIDTH_IN_FILES = 80
 _UNLIMITED = 1000
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
     """Return COLUMNS if it is set, else the columns of the terminal, or 1000 for a file or pipe."""
-    stream = stream or sys.stdout
-    return shutil.get_terminal_size().columns if _is_terminal(stream) else _UNLIMITED
+    is_terminal = (stream or sys.stdout).isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if is_terminal else _UNLIMITED
 
 
 def text_width(stream: TextIO | None = None) -> int:
     """Return the columns for prose: the terminal width, at most 100, or 80 for files and pipes."""
-    stream = stream or sys.stdout
-    if not _is_terminal(stream):
-        return _TEXT_WIDTH_IN_FILES
-    return min(_MAX_TEXT_WIDTH, terminal_width(stream))
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() or "COLUMNS" in os.environ
+    width = terminal_width(stream)
+    return 80 if width == _UNLIMITED else min(100, width)
 
 
 def wrap_line(line: str, width: int, indent: str = "#   ") -> Iterator[str]:
@@ -39,13 +31,10 @@ def wrap_line(line: str, width: int, indent: str = "#   ") -> Iterator[str]:
     if len(line) <= width:
         yield line
         return
-    yield from textwrap.wrap(
-        line,
-        max(20, width),
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
+    wrapper = textwrap.TextWrapper(
+        max(20, width), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
+    yield from wrapper.wrap(line)
 
 
 def print_note(text: str, stream: TextIO | None = None) -> None:

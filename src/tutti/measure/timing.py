@@ -2,7 +2,7 @@
 
 Back to back: calls follow each other without a pause, as in nccl-tests. The time of a call is from
 the end of the previous call to the end of the call. Isolated: ranks synchronize before each call.
-The time of a call is from the start on the last rank to the end on the last rank. Start and end
+The time of a call is from the latest start on any rank to the latest end on any rank. Start and end
 times of different ranks are comparable only on one host (CLOCK_MONOTONIC).
 """
 
@@ -24,7 +24,7 @@ _CALLS_PER_EVENT = 10
 def time_back_to_back(call: Callable[[], Any], times: int, device: torch.device) -> Tensor:
     """Make `times` calls back to back, and return the seconds of each call."""
     if device.type == "cuda":
-        return _time_by_events(call, times)
+        return _time_by_events(call, times, _CALLS_PER_EVENT)
     clock = time.perf_counter
     stamps = [0.0] * (times + 1)
     with no_garbage_collection():
@@ -35,9 +35,9 @@ def time_back_to_back(call: Callable[[], Any], times: int, device: torch.device)
     return torch.tensor(stamps, dtype=torch.float64).diff()
 
 
-def _time_by_events(call: Callable[[], Any], times: int) -> Tensor:
-    starts = range(0, times, _CALLS_PER_EVENT)
-    calls = [min(_CALLS_PER_EVENT, times - start) for start in starts]
+def _time_by_events(call: Callable[[], Any], times: int, calls_per_event: int) -> Tensor:
+    starts = range(0, times, calls_per_event)
+    calls = [min(calls_per_event, times - start) for start in starts]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]  # type: ignore[no-untyped-call]
     with no_garbage_collection():
         events[0].record()
@@ -53,20 +53,10 @@ def _time_by_events(call: Callable[[], Any], times: int) -> Tensor:
 
 
 def time_total(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Return the total seconds of `times` calls, with CUDA events or with the CPU's clock."""
-    with no_garbage_collection():
-        if device.type != "cuda":
-            started = time.perf_counter()
-            for _ in range(times):
-                call()
-            return time.perf_counter() - started
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        for _ in range(times):
-            call()
-        after.record()
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3
+    """Return the total seconds of `times` calls, with two CUDA events or with the CPU's clock."""
+    if device.type == "cuda":
+        return float(_time_by_events(call, times, calls_per_event=times).sum())
+    return float(time_back_to_back(call, times, device).sum())
 
 
 def time_isolated(

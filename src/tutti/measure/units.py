@@ -1,7 +1,7 @@
 """Sizes, times and rates: parsing of arguments, formatting of measured values.
 
-On the command line K, M and G are binary (64K = 65,536 bytes), as in nccl-tests. Measured sizes are
-printed in KiB, MiB and GiB. Rates are decimal: 1 GB/s = 1e9 bytes per second.
+On the command line K, M and G are binary (64K = 65,536 bytes), as in nccl-tests. Rates are decimal:
+1 GB/s = 1e9 bytes per second.
 """
 
 import re
@@ -60,29 +60,27 @@ def format_size(size: int) -> str:
 
 def format_bytes(size: float) -> str:
     """Write a measured size with three digits: 517,552 bytes are `505 KiB`."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    for unit in units:
-        if size < 1023.5 or unit == units[-1]:
-            break
-        size /= 1024
-    return f"{_three_digits(size)} {unit}"
+    unit = "B"
+    for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
+        if size >= 1023.5:
+            size, unit = size / 1024, larger_unit
+    return f"{three_digits(size)} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """Write a duration with three digits: `1.25 s`, `35.1 ms`, `820 µs`, `90 ns`."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if abs(seconds) * factor >= 0.9995:
-            return f"{_three_digits(seconds * factor)} {unit}"
-    return f"{_three_digits(seconds * 1e9)} ns"
+            return f"{three_digits(seconds * factor)} {unit}"
+    return f"{three_digits(seconds * 1e9)} ns"
 
 
 def format_rate(bytes_per_second: float) -> str:
     """Write a rate with three digits in decimal units: `12.5 GB/s`, `940 MB/s`."""
-    if bytes_per_second >= 0.9995e9:
-        return f"{_three_digits(bytes_per_second / 1e9)} GB/s"
-    return f"{_three_digits(bytes_per_second / 1e6)} MB/s"
+    factor, unit = (1e9, "GB/s") if bytes_per_second >= 0.9995e9 else (1e6, "MB/s")
+    return f"{three_digits(bytes_per_second / factor)} {unit}"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
     """Format a value with three significant digits and no exponent: 0.0246, 3.21, 396, 3072."""
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"

@@ -9,24 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.bench.bandwidth import PARTS
-from tutti.bench.bandwidth.device_copies import copy_row, host_copies, peer_copies, run_copies
-from tutti.bench.bandwidth.link_verdicts import Finding, RankLocation, judge_pairs, pair_class
-from tutti.bench.bandwidth.point_to_point import (
-    Flow,
-    Traffic,
-    TrafficMeter,
-    disjoint_rounds,
-    point_to_point_all_reduce,
-)
+from tutti.bench.bandwidth import PARTS, link_verdicts, point_to_point
+from tutti.bench.bandwidth.point_to_point import Flow, Traffic, TrafficMeter, disjoint_rounds
 from tutti.bench.collectives.backends import process_group, torch_backend
-from tutti.bench.collectives.cases import Backend, Buffers, case_groups
-from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+from tutti.bench.collectives.cases import Buffers, case_groups
+from tutti.bench.collectives.interleaved_sweep import Sweep
 from tutti.bench.compare_results import value_of
 from tutti.bench.rank_control import RankControl
 from tutti.machine.hardware_catalogue import Figure, figure
 from tutti.measure.spread import relative_mad, round_significant
-from tutti.measure.units import format_size
+from tutti.measure.units import format_size, three_digits
 from tutti.world.exchange import gather_json
 from tutti.world.world import World
 
@@ -41,7 +33,7 @@ class BandwidthBench:
 
     world: World
     control: RankControl
-    locations: Sequence[RankLocation]  # one per rank
+    locations: Sequence[link_verdicts.RankLocation]  # one per rank
     backend: str
     sizes: Sequence[int]
     budget: float  # seconds for each kind of traffic, operation and size
@@ -53,7 +45,7 @@ class BandwidthBench:
     all_to_all: list[Row] = field(default_factory=list)
     ring_vs_tree: list[Row] = field(default_factory=list)
     copies: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[link_verdicts.Finding] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
     complete: bool = False  # every part was measured
@@ -79,17 +71,16 @@ class BandwidthBench:
     @property
     def classes(self) -> list[Row]:
         """One row per class of pairs and message size: median speeds and their spread."""
-        keys = dict.fromkeys((row["class"], row["bytes"]) for row in self.pairs)
-        rows = []
-        for name, size in keys:
-            members = [r for r in self.pairs if (r["class"], r["bytes"]) == (name, size)]
-            row: Row = {"class": name, "bytes": size, "pairs": len(members)}
+        classes: list[Row] = []
+        for (name, size), pairs in link_verdicts.rows_by_class(self.pairs).items():
+            row: Row = {"class": name, "bytes": size, "pairs": len(pairs)}
             for metric in ("gbs_uni", "gbs_bi"):
-                speeds = [r[metric] for r in members if r[metric] is not None]
+                speeds = [pair[metric] for pair in pairs if pair[metric] is not None]
                 row[metric] = median(speeds) if speeds else None
-            one_way = [r["gbs_uni"] for r in members if r["gbs_uni"] is not None]
-            rows.append({**row, "scatter": round(relative_mad(one_way), 4) if one_way else None})
-        return rows
+                if metric == "gbs_uni":
+                    row["scatter"] = round(relative_mad(speeds), 4) if speeds else None
+            classes.append(row)
+        return classes
 
     @property
     def wrong(self) -> int:
@@ -103,13 +94,19 @@ class BandwidthBench:
     # ---- Pairs and one to all ----
 
     def _measure_traffic(self, group: dist.ProcessGroup) -> None:
+        ranks = range(self.world.size)
+        rounds = [[pair] for pair in combinations(ranks, 2)]
+        if self.concurrent:
+            rounds = disjoint_rounds(self.world.size)
         traffic: list[Traffic] = []
         for size in self.sizes:
-            if "pairs" in self.parts:
-                traffic += self._pair_traffic(size)
+            for pairs in rounds if "pairs" in self.parts else ():
+                there, back = tuple(pairs), tuple((b, a) for a, b in pairs)
+                traffic += [Traffic("one way", flows, size) for flows in (there, back)]
+                traffic.append(Traffic("both ways", there + back, size))
             if "one_to_all" in self.parts:
-                for root in range(self.world.size):
-                    flows = tuple((root, r) for r in range(self.world.size) if r != root)
+                for root in ranks:
+                    flows = tuple((root, rank) for rank in ranks if rank != root)
                     traffic.append(Traffic("one to all", flows, size))
         if not traffic:
             return
@@ -125,120 +122,100 @@ class BandwidthBench:
             self._update_rows(traffic)
             self.save()
 
-        self.stopped = not meter.run(traffic, self.progress, after_pass=after_pass)
+        self.stopped = not meter.run(traffic, self.progress, after_pass)
         self._update_rows(traffic)
         # Measure slow pairs again. A pair that was slow only because of a temporary disturbance is
         # fast in a later pass; a slow link is slow in every pass.
         for _ in range(_RETRIES):
             slow = {(r["src"], r["dst"]) for r in self.pairs if r["verdict"] in ("degraded", "bad")}
-            again = [each for each in traffic if each.kind != "one to all" and slow & {*each.flows}]
+            pair_traffic = [entry for entry in traffic if entry.kind != "one to all"]
+            again = [entry for entry in pair_traffic if slow & {*entry.flows}]
             if self.stopped or not again:
                 return
             self.progress(f"measuring {len(slow)} slow pairs of {len(self.pairs)} again")
-            self.stopped = not meter.run(again, self.progress, _PASSES_PER_RETRY, after_pass)
+            self.stopped = not meter.run(again, self.progress, after_pass, _PASSES_PER_RETRY)
             self._update_rows(traffic)
 
-    def _pair_traffic(self, size: int) -> Iterator[Traffic]:
-        ranks = self.world.size
-        single = [[pair] for pair in combinations(range(ranks), 2)]
-        for pairs in disjoint_rounds(ranks) if self.concurrent else single:
-            there, back = tuple(pairs), tuple((b, a) for a, b in pairs)
-            yield Traffic("one way", there, size)
-            yield Traffic("one way", back, size)
-            yield Traffic("both ways", there + back, size)
-
     def _update_rows(self, traffic: Sequence[Traffic]) -> None:
-        rows: dict[tuple[Flow, int], Row] = {}
+        rows: dict[tuple[int, Flow], Row] = {}
         self.one_to_all = []
-        for each in (each for each in traffic if each.seconds):
-            if each.kind == "one to all":
-                self.one_to_all.append(_one_to_all_row(each))
+        for entry in (entry for entry in traffic if entry.seconds):
+            if entry.kind == "one to all":
+                self.one_to_all.append(_one_to_all_row(entry))
                 continue
-            for flow in each.flows:
-                row = rows.setdefault(
-                    (flow, each.bytes),
-                    {
-                        **{"src": flow[0], "dst": flow[1], "backend": self.backend},
-                        "bytes": each.bytes,
-                        "class": pair_class(*(self.locations[rank] for rank in flow)),
-                        **dict.fromkeys(("gbs_uni", "gbs_uni_best", "gbs_bi", "gbs_bi_best")),
-                        **{"spread": 0.0, "wrong": 0, "verdict": "unknown", "causes": []},
-                    },
-                )
-                both = each.kind == "both ways"
-                speeds = each.total_speeds([flow, flow[::-1]]) if both else each.speeds(flow)
+            for flow in entry.flows:
+                row = rows.setdefault((entry.bytes, flow), self._empty_row(flow, entry.bytes))
+                both = entry.kind == "both ways"
+                speeds = entry.total_speeds([flow, flow[::-1]]) if both else entry.speeds(flow)
                 metric = "gbs_bi" if both else "gbs_uni"
                 row[metric] = round_significant(median(speeds))
                 row[f"{metric}_best"] = round_significant(max(speeds))
                 row["spread"] = max(row["spread"], round(relative_mad(speeds), 4))
-                row["wrong"] += each.wrong[flow]
-        self.pairs = [rows[key] for key in sorted(rows, key=lambda key: (key[1], key[0]))]
-        self.findings = judge_pairs(self.pairs, self.locations, self._published)
+                row["wrong"] += entry.wrong[flow]
+        self.pairs = [rows[key] for key in sorted(rows)]
+        self.findings = link_verdicts.judge_pairs(self.pairs, self.locations, self._published)
+
+    def _empty_row(self, flow: Flow, size: int) -> Row:
+        return {
+            **{"src": flow[0], "dst": flow[1], "backend": self.backend, "bytes": size},
+            "class": link_verdicts.pair_class(*(self.locations[rank] for rank in flow)),
+            **dict.fromkeys(("gbs_uni", "gbs_uni_best", "gbs_bi", "gbs_bi_best")),
+            **{"spread": 0.0, "wrong": 0, "verdict": "unknown", "causes": []},
+        }
 
     def _published(self, row: Row) -> Figure | None:
-        on_nvlink = row["class"] in ("NVLink", "NVSwitch")
-        gpu = self.locations[row["src"]]["gpu"]
-        return figure(gpu["name"], "pair", row["bytes"]) if on_nvlink else None
+        if row["class"] not in ("NVLink", "NVSwitch"):
+            return None
+        return figure(self.locations[row["src"]]["gpu"]["name"], "pair", row["bytes"])
 
     # ---- Collectives ----
 
     def _measure_collectives(self, group: dist.ProcessGroup) -> None:
-        buffers = Buffers(self.world.device)
-        own = torch_backend(self.backend, group, "", buffers)
-        if "all_to_all" in self.parts and not self.stopped:
-            self.progress("all to all")
-            self._sweep([own], "all_to_all", self.sizes, self.all_to_all)
-        if "ring_vs_tree" in self.parts and not self.stopped:
-            self.progress("all_reduce as a ring, as a tree, and by the backend")
-            baselines = [
-                point_to_point_all_reduce(self.backend, name, group, buffers)
-                for name in ("ring", "tree")
-            ]
-            sizes = {max(self.sizes)}
-            while min(sizes) // 16 >= _SMALLEST_ALL_REDUCE:
-                sizes.add(min(sizes) // 16)
-            self._sweep([*baselines, own], "all_reduce", sorted(sizes), self.ring_vs_tree)
-
-    def _sweep(
-        self, backends: Sequence[Backend], op: str, sizes: Sequence[int], into: list[Row]
-    ) -> None:
-        world = self.world
-        groups = case_groups(op, sizes, torch.float32, world)
-        settings = SweepSettings(budget=self.budget)
-        sweep = Sweep(backends, settings, self.control, world)
-
-        def report(rows: list[Row]) -> None:
-            into.extend(rows)
-            self.save()
-
-        sweep.run(groups, report)
-        self.stopped = sweep.stopped
-        for each in sweep.skipped:
-            self.skipped.append({"name": f"{op}, {each['backend']}", "reason": each["reason"]})
+        world, buffers = self.world, Buffers(self.world.device)
+        native = torch_backend(self.backend, group, "", buffers)
+        ring, tree = (
+            point_to_point.point_to_point_all_reduce(self.backend, algorithm, group, buffers)
+            for algorithm in ("ring", "tree")
+        )
+        all_reduce_sizes = [max(self.sizes)]
+        while all_reduce_sizes[0] // 16 >= _SMALLEST_ALL_REDUCE:
+            all_reduce_sizes.insert(0, all_reduce_sizes[0] // 16)
+        for part, op, backends, sizes in (
+            ("all_to_all", "all_to_all", [native], self.sizes),
+            ("ring_vs_tree", "all_reduce", [ring, tree, native], all_reduce_sizes),
+        ):
+            if part not in self.parts or self.stopped:
+                continue
+            self.progress(f"{op} with {', '.join(backend.name for backend in backends)}")
+            sweep = Sweep(backends, self.control, world, self.budget, rows=getattr(self, part))
+            groups = case_groups(op, sizes, torch.float32, world)
+            sweep.run(groups, lambda rows: self.save())
+            self.stopped = sweep.stopped
+            for skip in sweep.skipped:
+                self.skipped.append({"name": f"{op}, {skip['backend']}", "reason": skip["reason"]})
 
     # ---- Copies ----
 
     def _measure_copies(self) -> None:
-        """Measure the copies of one rank after the other, because ranks may share a link.
-
-        With `concurrent`, all ranks measure at the same time.
-        """
+        """Measure the copies of one rank after the other, because ranks may share a link."""
         world = self.world
         for turn in range(1 if self.concurrent else world.size):
             if self.control.check_stop():
                 self.stopped = True
                 break
-            mine: list[Row] = []
+            rows: list[Row] = []
             if self.concurrent or turn == world.rank:
                 for size in self.sizes:
-                    copies = host_copies(world.device, size)
+                    copies = point_to_point.host_copies(world.device, size)
                     # One process per host measures the copies between all GPUs visible to it.
-                    copies += peer_copies(size) if world.local_rank == 0 else []
-                    done = run_copies(copies, lambda: self.control.stop_requested)
-                    mine += [copy_row(copy, world.rank) for copy in copies if copy.speeds]
+                    copies += point_to_point.peer_copies(size) if world.local_rank == 0 else []
+                    done = point_to_point.run_copies(copies, lambda: self.control.stop_requested)
+                    rows += [
+                        point_to_point.copy_row(copy, world.rank) for copy in copies if copy.speeds
+                    ]
                     if not done:
                         break
-            self.copies += [row for rows in gather_json(mine) for row in rows]
+            self.copies += [row for rank_rows in gather_json(rows) for row in rank_rows]
             self.save()
         self.stopped = self.control.check_stop() or self.stopped
 
@@ -275,18 +252,15 @@ def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
     columns = {"size": "bytes", "measured": "gbs", "spread": "spread", "published": "expected_gbs"}
     columns |= {"verdict": "verdict"}
     yield from _table("copies, GB/s", "rank {rank}, {kind}", columns, bench.copies)
-    for each in bench.skipped:
-        yield f"# {each['name']} is skipped: {each['reason']}"
+    for skipped in bench.skipped:
+        yield f"# {skipped['name']} is skipped: {skipped['reason']}"
     yield from _verdicts(bench)
 
 
 def _table(
     title: str, label: str, columns: Mapping[str, str], rows: Sequence[Row]
 ) -> Iterator[str]:
-    """Yield the lines of a table.
-
-    `label` is the template of the first column. `columns` maps column titles to fields of rows.
-    """
+    """Yield the lines of a table: a column from the template `label`, then {title: field}."""
     if not rows:
         return
     lines = [[title, *columns]]
@@ -300,39 +274,32 @@ def _table(
 
 
 def _text(field: str, value: Any) -> str:
-    if field == "bytes":
-        return format_size(value)
-    if field in ("spread", "scatter") and value is not None:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if field in ("spread", "scatter"):
         return f"{100 * value:.1f} %"
-    return value if isinstance(value, str) else _number(value)
+    return format_size(value) if field == "bytes" else three_digits(value)
 
 
 def _matrices(bench: BandwidthBench, size: int, width: int) -> Iterator[str]:
-    ranks = bench.world.size
+    ranks = range(bench.world.size)
     how = "disjoint pairs at the same time" if bench.concurrent else "one pair at a time"
-    if 6 + _CELL * ranks > width:
-        yield f"# a matrix of {ranks} × {ranks} pairs is too wide here: use --json FILE"
+    if 6 + _CELL * len(ranks) > width:
+        yield f"# a matrix of {len(ranks)} × {len(ranks)} pairs is too wide here: use --json FILE"
         return
-    by_flow = {(row["src"], row["dst"]): row for row in bench.pairs if row["bytes"] == size}
-    for metric, what in (("gbs_uni", "one way"), ("gbs_bi", "both ways, the sum")):
-        yield f"# {what}, GB/s, messages of {format_size(size)}, {how}: rows send, columns receive"
-        yield f"#{'':5}" + "".join(f"{rank:>{_CELL}}" for rank in range(ranks))
-        for src in range(ranks):
-            cells = (_cell(by_flow.get((src, dst), {}), metric) for dst in range(ranks))
-            yield f"{src:>6}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
-
-
-def _cell(row: Row, metric: str) -> str:
-    mark = {"degraded": "!", "bad": "!!"}.get(row.get("verdict", ""), "")
-    value = row.get(metric)
-    return _number(value) if value is None else mark + _number(value)
-
-
-def _number(value: float | None) -> str:
-    """Format a number with three significant digits: 396, 3.21, 0.0246."""
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    marks = {"degraded": "!", "bad": "!!"}
+    for metric, direction in (("gbs_uni", "one way"), ("gbs_bi", "both ways, the sum")):
+        about = f"messages of {format_size(size)}, {how}"
+        yield f"# {direction}, GB/s, {about}: rows send, columns receive"
+        yield f"#{'':5}" + "".join(f"{rank:>{_CELL}}" for rank in ranks)
+        cells = {
+            (row["src"], row["dst"]): marks.get(row["verdict"], "") + three_digits(row[metric])
+            for row in bench.pairs
+            if row["bytes"] == size and row[metric] is not None
+        }
+        for src in ranks:
+            line = "".join(f"{cells.get((src, dst), '-'):>{_CELL}}" for dst in ranks)
+            yield f"{src:>6}{line}"
 
 
 def _ring_vs_tree(rows: Sequence[Row]) -> Iterator[str]:
@@ -349,19 +316,13 @@ def _ring_vs_tree(rows: Sequence[Row]) -> Iterator[str]:
 
 def _verdicts(bench: BandwidthBench) -> Iterator[str]:
     for finding in bench.findings:
-        reference = f"{_number(finding.against_gbs)} ({finding.against})"
-        what = f"{finding.what}: {_number(finding.gbs)} GB/s against {reference}"
-        yield f"# {finding.verdict}: {what}"
+        reference = f"{three_digits(finding.against_gbs)} ({finding.against})"
+        speeds = f"{three_digits(finding.gbs)} GB/s compared with {reference}"
+        yield f"# {finding.verdict}: {finding.what}: {speeds}"
         for cause in finding.causes:
-            yield f"#   {cause if cause.startswith('seen') else 'possible cause: ' + cause}"
-    unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
-    if not bench.pairs or bench.findings:
-        return
-    if unknown == len(bench.pairs):
-        yield (
-            "# verdict: unknown: the only pair of a class has no other to compare with, and the "
-            "catalogue has no figure"
-        )
-    else:
-        good, also = len(bench.pairs) - unknown, f", {unknown} unknown" if unknown else ""
-        yield f"# verdict: good: {good} pairs are as fast as their class{also}"
+            yield f"#   {cause if cause.startswith('observed') else 'possible cause: ' + cause}"
+    if bench.pairs and not bench.findings:
+        unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
+        reason = "they are alone in their class, and the catalogue has no figure"
+        also = f"; {unknown} pairs are unknown: {reason}" if unknown else ""
+        yield f"# verdict: {len(bench.pairs) - unknown} pairs are as fast as their class{also}"

@@ -11,20 +11,20 @@ a healthy link. If all pairs of one end are slow, the finding names the end, not
 import json
 import math
 import os
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median, median_high, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tutti.machine.cpu_numa import numa_nodes, parse_cpu_list
 from tutti.machine.gpus import numa_node_of_gpu
 from tutti.machine.hardware_catalogue import Figure
+from tutti.machine.nics import read_nics
 from tutti.machine.recording import observe
 from tutti.machine.sysfs import SysFiles
 from tutti.measure.spread import round_significant
@@ -33,6 +33,7 @@ from tutti.world.world import World
 Row = dict[str, Any]
 Flow = tuple[int, int]
 RankLocation = dict[str, Any]
+Published = Callable[[Row], Figure | None]  # returns the catalogue's figure for a row
 
 VERDICTS = ("unknown", "good", "degraded", "bad")  # in ascending severity
 # A figure below these fractions of its reference is "degraded" or "bad".
@@ -47,8 +48,10 @@ _SIGMAS = 3
 
 def locate_rank(world: World, cpus: str) -> RankLocation:
     """Return where this rank runs, for JSON. `cpus` is the list of CPUs of this rank."""
-    mine = parse_cpu_list(cpus)
-    nodes = [node for node, members in numa_nodes().items() if set(mine) & set(members)]
+    own_cpus, files = parse_cpu_list(cpus), SysFiles()
+    # A core is identified by the list of its hardware threads.
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {files.text(topology.format(cpu)) or str(cpu) for cpu in own_cpus}
     return {
         "rank": world.rank,
         "host": world.host,
@@ -56,10 +59,10 @@ def locate_rank(world: World, cpus: str) -> RankLocation:
         "machine": f"{world.host}/{os.readlink('/proc/self/ns/net')}",
         "device": str(world.device),
         "cpus": cpus,
-        "cores": sorted({_core(cpu) for cpu in mine}),
-        "numa": nodes,
+        "cores": sorted(cores),
+        "numa": [node for node, members in numa_nodes().items() if {*own_cpus} & {*members}],
         "gpu": _describe_gpu(world.device) if world.device.type == "cuda" else None,
-        "interface": _describe_interface() if world.nodes > 1 else None,
+        "interface": _describe_interface(files) if world.nodes > 1 else None,
     }
 
 
@@ -83,14 +86,8 @@ def _gpu_pair_class(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         return "NVLink"
     if a["nvlinks_to_switch"] and b["nvlinks_to_switch"]:
         return "NVSwitch"
-    crosses_numa = None not in (a["numa"], b["numa"]) and a["numa"] != b["numa"]
-    return "NUMA" if crosses_numa else "PCIe"
-
-
-def _core(cpu: int) -> str:
-    """Return an identifier of the physical core of a CPU: the list of its hardware threads."""
-    siblings = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-    return SysFiles().text(siblings) or str(cpu)
+    known = None not in (a["numa"], b["numa"])
+    return "NUMA" if known and a["numa"] != b["numa"] else "PCIe"
 
 
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
@@ -98,40 +95,33 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
     pci = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
     pci += f"{properties.pci_device_id:02x}.0"
     # Without NVML, the NVLinks and the PCIe width are unknown.
-    known = next((each for each in observe().accelerators if each.pci_address == pci), None)
+    known = next((gpu for gpu in observe().accelerators if gpu.pci_address == pci), None)
     links = [link for link in (known and known.nvlinks) or () if link.active]
-    pcie = known.pcie if known is not None else None
+    pcie = known and known.pcie
     return {
         "name": torch.cuda.get_device_name(device),
         "uuid": str(properties.uuid),
         "pci": pci,
-        "numa": known.numa_node if known is not None else numa_node_of_gpu(pci),
-        "pcie_width": pcie.width if pcie is not None else None,
-        "pcie_width_most": pcie.max_width if pcie is not None else None,
+        "numa": known.numa_node if known else numa_node_of_gpu(pci),
+        "pcie_width": pcie and pcie.width,
+        "pcie_width_most": pcie and pcie.max_width,
         "nvlinks_to": [link.peer_pci for link in links if link.peer_kind == "gpu"],
         "nvlinks_to_switch": sum(link.peer_kind == "switch" for link in links),
     }
 
 
-def _describe_interface() -> dict[str, Any] | None:
+def _describe_interface(files: SysFiles) -> dict[str, Any] | None:
     """Return the network interface for messages to other hosts, with the limits of its speed."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    files, folder = SysFiles(), f"/sys/class/net/{name}"
-    if not name or not files.exists(folder):
+    nic = next((nic for nic in read_nics(files) if nic.name == name), None)
+    if nic is None:
         return None
-    mbits, mtu = (files.number(f"{folder}/{file}") or 0 for file in ("speed", "mtu"))
-    return {
-        "name": name,
-        "mbits": mbits if mbits > 0 else None,  # the driver reports -1 if unknown
-        "mtu": mtu or None,
-        "shaper": _traffic_shaper(name),
-    }
+    speed = {"mbits": nic.speed_mbps, "mtu": nic.mtu}
+    return {"name": name, **speed, "shaper": _traffic_shaper(name)}
 
 
 def _traffic_shaper(interface: str) -> str | None:
     """Return the rate limit that `tc` reports for this interface, or None."""
-    if shutil.which("tc") is None:
-        return None
     command = ["tc", "-j", "qdisc", "show", "dev", interface]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -149,8 +139,7 @@ def _traffic_shaper(interface: str) -> str | None:
 # ---- Verdicts ----
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A slow link, rank or class of pairs, with likely causes."""
 
     what: str
@@ -162,9 +151,8 @@ class Finding:
     causes: tuple[str, ...]
 
 
-def worst(verdicts: Iterable[str]) -> str:
-    """The most severe verdict."""
-    return max(verdicts, key=VERDICTS.index, default="unknown")
+def _worst(verdicts: Iterable[str]) -> str:
+    return max(verdicts, key=VERDICTS.index)
 
 
 def fraction_verdict(value: float, reference: float) -> str:
@@ -175,47 +163,58 @@ def fraction_verdict(value: float, reference: float) -> str:
 
 
 def judge_pairs(
-    rows: Sequence[Row],
-    locations: Sequence[RankLocation],
-    published: Callable[[Row], Figure | None],
+    rows: Sequence[Row], locations: Sequence[RankLocation], published: Published
 ) -> list[Finding]:
     """Set `verdict` and `causes` of each row, and return the findings.
 
     Rows have src, dst, class, bytes, gbs_uni, gbs_bi, and the speeds of the best passes as
-    gbs_uni_best and gbs_bi_best. `published` returns the catalogue's figure for a row.
+    gbs_uni_best and gbs_bi_best.
     """
     findings: list[Finding] = []
-    for key in dict.fromkeys((row["class"], row["bytes"]) for row in rows):
-        members = [row for row in rows if (row["class"], row["bytes"]) == key]
+    for members in rows_by_class(rows).values():
         findings += _judge_class(members, locations, published)
     return findings
 
 
+def rows_by_class(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    """Return the rows of pairs by class and message size."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["class"], row["bytes"]), []).append(row)
+    return groups
+
+
 def _judge_class(
-    rows: list[Row],
-    locations: Sequence[RankLocation],
-    published: Callable[[Row], Figure | None],
+    rows: list[Row], locations: Sequence[RankLocation], published: Published
 ) -> Iterator[Finding]:
     name, figure = rows[0]["class"], published(rows[0])
+    by_flow = {(row["src"], row["dst"]): row for row in rows}
     # end_of[rank] is the end of a rank: its machine for pairs between hosts, else the rank itself.
-    machines = [each["machine"] for each in locations]
+    machines = [location["machine"] for location in locations]
     end_of: Sequence[Any] = machines if name == "other host" else range(len(locations))
     one_way = _class_reference(rows, "gbs_uni_best", end_of)
     both_ways = _class_reference(rows, "gbs_bi_best", end_of)
     below_catalogue = 0
+
+    def class_verdict(best: float | None, reference: float, minimum: float) -> str:
+        if best is None:
+            return "unknown"
+        return "good" if best >= minimum else fraction_verdict(best, reference)
+
     for row in rows:
         best = row["gbs_uni_best"]
-        row["verdict"], row["causes"] = _class_verdict(best, *one_way), []
+        row["verdict"], row["causes"] = class_verdict(best, *one_way), []
         if (expected := published(row)) is not None and best is not None:
-            row["verdict"] = worst([row["verdict"], fraction_verdict(best, expected.gbs)])
+            row["verdict"] = _worst([row["verdict"], fraction_verdict(best, expected.gbs)])
             below_catalogue += best < DEGRADED * expected.gbs
     # Pairs that are good in each single direction may be slow in both directions at the same time.
-    good = {(row["src"], row["dst"]) for row in rows if row["verdict"] not in _SLOW}
-    for row in rows:
-        if {(row["src"], row["dst"]), (row["dst"], row["src"])} <= good:
-            row["verdict"] = worst([row["verdict"], _class_verdict(row["gbs_bi_best"], *both_ways)])
-    slow = {(row["src"], row["dst"]): row for row in rows if row["verdict"] in _SLOW}
-    if not slow and len({frozenset((row["src"], row["dst"])) for row in rows}) < 2:
+    good = {flow for flow, row in by_flow.items() if row["verdict"] not in _SLOW}
+    for flow, row in by_flow.items():
+        if {flow, flow[::-1]} <= good:
+            both = class_verdict(row["gbs_bi_best"], *both_ways)
+            row["verdict"] = _worst([row["verdict"], both])
+    slow = {flow: row for flow, row in by_flow.items() if row["verdict"] in _SLOW}
+    if not slow and len(set(map(frozenset, by_flow))) < 2:
         for row in rows:  # a class of one pair has no other reference than the catalogue
             row["verdict"] = "unknown" if published(row) is None else row["verdict"]
     reference, against = one_way[0], f"its class, {name}"
@@ -223,28 +222,22 @@ def _judge_class(
         reference, against = figure.gbs, f"the catalogue: {figure.source}"
         explanations = [(f"all pairs of the class {name}", list[int](), set(slow))]
     else:
-        all_flows = {(row["src"], row["dst"]) for row in rows}
-        explanations = _explain_slow_flows(all_flows, set(slow), locations, name == "other host")
+        between_hosts = name == "other host"
+        explanations = _explain_slow_flows(set(by_flow), set(slow), locations, between_hosts)
     for what, ends, flows in explanations:
         causes = _likely_causes(name, ends, locations)
-        members = [row for flow, row in slow.items() if flow in flows]
+        members = [slow[flow] for flow in sorted(flows & slow.keys())]
         for row in members:
             row["causes"] = [what, *causes]
         yield Finding(
             what=what,
-            verdict=worst(row["verdict"] for row in members),
+            verdict=_worst(row["verdict"] for row in members),
             gbs=round_significant(median(row["gbs_uni"] for row in members)),
             against_gbs=round_significant(reference),
             against=against,
-            pairs=tuple(sorted((row["src"], row["dst"]) for row in members)),
+            pairs=tuple((row["src"], row["dst"]) for row in members),
             causes=tuple(causes),
         )
-
-
-def _class_verdict(best: float | None, reference: float, minimum: float) -> str:
-    if best is None:
-        return "unknown"
-    return "good" if best >= minimum else fraction_verdict(best, reference)
 
 
 def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tuple[float, float]:
@@ -261,7 +254,7 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
     if not best:
         return 0.0, 0.0
     reference = median_high(best.values())
-    over_ends = 1.4826 * median_low(abs(math.log(each / reference)) for each in best.values())
+    over_ends = 1.4826 * median_low(abs(math.log(speed / reference)) for speed in best.values())
     healthy = [row["spread"] for row in rows if (row[metric] or 0.0) >= DEGRADED * reference]
     # The best of five passes varies about half as much as a single pass: hence the division by 2.
     sigma = max(over_ends, math.log1p(median(healthy)) / 2)
@@ -278,17 +271,17 @@ def _explain_slow_flows(
     found = []
     unexplained = set(slow)
     if between_hosts:
-        machines = [each["machine"] for each in locations]
-        hosts = {each["machine"]: each["host"] for each in locations}
-        for ends, how, flows in _slow_ends(all_flows, slow, unexplained, machines):
+        machines = [location["machine"] for location in locations]
+        hosts = {location["machine"]: location["host"] for location in locations}
+        for ends, description, flows in _slow_ends(all_flows, slow, unexplained, machines):
             if len(ends) == 1:
                 ranks = [rank for rank, machine in enumerate(machines) if machine == ends[0]]
-                found.append((f"the link of host {hosts[ends[0]]}, {how}", ranks, flows))
+                found.append((f"the link of host {hosts[ends[0]]}, {description}", ranks, flows))
             else:
-                found.append((how.join(hosts[end] for end in ends), [], flows))
-    for ends, how, flows in _slow_ends(all_flows, slow, unexplained, range(len(locations))):
+                found.append((description.join(hosts[end] for end in ends), [], flows))
+    for ends, description, flows in _slow_ends(all_flows, slow, unexplained, range(len(locations))):
         names = [f"rank {e} ({locations[e]['host']}, {locations[e]['device']})" for e in ends]
-        what = f"{names[0]}, {how}" if len(ends) == 1 else how.join(names)
+        what = f"{names[0]}, {description}" if len(ends) == 1 else description.join(names)
         found.append((what, list(ends), flows))
     return found
 
@@ -317,14 +310,13 @@ def _slow_ends(
         if flows & unexplained:
             unexplained -= flows
             yield (end,), " and ".join(slow_directions), flows
-    for end in ends:
-        for other in ends:
-            there, back = between.get((end, other), set()), between.get((other, end), set())
-            if there <= slow and there & unexplained:
-                both = back <= slow and bool(back & unexplained)
-                flows = there | back if both else there
-                unexplained -= flows
-                yield (end, other), " ↔ " if both else " → ", flows
+    for end, other in product(ends, ends):
+        there, back = between.get((end, other), set()), between.get((other, end), set())
+        if there <= slow and there & unexplained:
+            both = back <= slow and bool(back & unexplained)
+            flows = there | back if both else there
+            unexplained -= flows
+            yield (end, other), " ↔ " if both else " → ", flows
 
 
 # ---- Likely causes ----
@@ -347,38 +339,36 @@ def _likely_causes(
 def _interface_differences(
     location: RankLocation, locations: Sequence[RankLocation]
 ) -> Iterator[str]:
-    mine = location["interface"]
-    if mine is None:
+    interface = location["interface"]
+    if interface is None:
         return
-    who = f"{mine['name']} of {location['host']}"
+    name = f"{interface['name']} of {location['host']}"
     others = [each["interface"] for each in locations if each["machine"] != location["machine"]]
-    if mine["shaper"]:
-        yield f"seen: {who} is limited by tc: {mine['shaper']}"
-    yield from _less_than_others(who, mine, others, {"mbits": " Mbit/s", "mtu": " bytes MTU"})
+    if interface["shaper"]:
+        yield f"observed: {name} is limited by tc: {interface['shaper']}"
+    units = {"mbits": " Mbit/s", "mtu": " bytes MTU"}
+    yield from _less_than_others(name, interface, others, units)
 
 
 def _gpu_differences(rank: int, locations: Sequence[RankLocation]) -> Iterator[str]:
-    gpus = [
-        {**gpu, "links": len(gpu["nvlinks_to"]) + gpu["nvlinks_to_switch"]} if gpu else None
-        for gpu in (each["gpu"] for each in locations)
-    ]
-    mine, who = gpus[rank], f"the GPU of rank {rank}"
-    assert mine is not None
-    others = [gpu for gpu in gpus if gpu and gpu["uuid"] != mine["uuid"]]
+    gpus = {
+        location["rank"]: {**gpu, "links": len(gpu["nvlinks_to"]) + gpu["nvlinks_to_switch"]}
+        for location in locations
+        if (gpu := location["gpu"])
+    }
+    own, name = gpus[rank], f"the GPU of rank {rank}"
+    others = [other for other in gpus.values() if other["uuid"] != own["uuid"]]
     units = {"links": " active NVLinks", "pcie_width": " PCIe lanes"}
-    yield from _less_than_others(who, mine, others, units)
-    width, maximum = mine["pcie_width"], mine["pcie_width_most"]
+    yield from _less_than_others(name, own, others, units)
+    width, maximum = own["pcie_width"], own["pcie_width_most"]
     if width and maximum and width < maximum:
-        yield f"seen: {who} uses {width} of its {maximum} PCIe lanes"
+        yield f"observed: {name} uses {width} of its {maximum} PCIe lanes"
 
 
 def _less_than_others(
-    who: str,
-    mine: Mapping[str, Any],
-    others: Sequence[Mapping[str, Any] | None],
-    units: Mapping[str, str],
+    name: str, own: Row, others: Sequence[Row | None], units: Mapping[str, str]
 ) -> Iterator[str]:
     for field, unit in units.items():
-        values = [each[field] for each in others if each and each[field] is not None]
-        if mine[field] is not None and values and mine[field] < min(values):
-            yield f"seen: {who} has {mine[field]}{unit}, the others {min(values)} or more"
+        values = [other[field] for other in others if other and other[field] is not None]
+        if own[field] is not None and values and own[field] < min(values):
+            yield f"observed: {name} has {own[field]}{unit}, the others {min(values)} or more"

@@ -1,4 +1,4 @@
-"""Point-to-point messages: the speed of concurrent flows, and all-reduce as a ring and as a tree.
+"""Point-to-point transfers: messages between ranks, all-reduce from messages, copies of GPUs.
 
 A flow is (source rank, destination rank). The receiver measures the time from the arrival of the
 first window of messages to the arrival of the last window. Neither a late start nor buffering at
@@ -11,14 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutti.bench.bandwidth.link_verdicts import fraction_verdict
 from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase, PreparedCase
 from tutti.bench.rank_control import RankControl
+from tutti.machine.hardware_catalogue import accelerator, figure, link
+from tutti.measure.spread import relative_mad
 from tutti.measure.timing import time_total
 
 PASSES = 5
@@ -49,29 +54,22 @@ class Traffic:
 
     def speeds(self, flow: Flow) -> list[float]:
         """Return the GB/s of a flow in each pass, in ascending order."""
-        return sorted(self.bytes / each / 1e9 for each in self.seconds.get(flow, ()))
+        return sorted(self.bytes / seconds / 1e9 for seconds in self.seconds.get(flow, ()))
 
     def total_speeds(self, flows: Sequence[Flow] | None = None) -> list[float]:
-        """Return the total GB/s of all flows, or of `flows`, in each pass.
-
-        The time of a pass is that of the slowest flow.
-        """
-        taken = [self.seconds.get(flow, []) for flow in flows or self.flows]
-        slowest = [max(each) for each in zip(*taken, strict=True)]
-        return sorted(len(taken) * self.bytes / each / 1e9 for each in slowest)
+        """Return the total GB/s of all flows, or of `flows`, over the time of the slowest flow."""
+        samples = [self.seconds.get(flow, []) for flow in flows or self.flows]
+        slowest = [max(times) for times in zip(*samples, strict=True)]
+        return sorted(len(samples) * self.bytes / seconds / 1e9 for seconds in slowest)
 
 
 def disjoint_rounds(ranks: int) -> list[list[Flow]]:
-    """Return all pairs (a < b) in rounds of disjoint pairs.
-
-    This is the circle method for round-robin tournaments.
-    """
-    circle: list[int | None] = [*range(ranks), *([None] if ranks % 2 else [])]
-    rounds = []
+    """Return all pairs (a < b) in rounds of disjoint pairs: the circle method of tournaments."""
+    circle = [*range(ranks + ranks % 2)]  # if `ranks` is odd, one rank pauses per round
+    half, rounds = len(circle) // 2, []
     for _ in range(len(circle) - 1):
-        half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < ranks])
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
@@ -96,8 +94,8 @@ class TrafficMeter:
         self,
         all_traffic: Sequence[Traffic],
         progress: Callable[[str], None],
-        passes: int = PASSES,
         after_pass: Callable[[], None] = lambda: None,
+        passes: int = PASSES,
     ) -> bool:
         """Measure all traffic in interleaved passes. Returns False if a rank received a signal."""
         printed = time.monotonic()
@@ -114,40 +112,36 @@ class TrafficMeter:
         return True
 
     def _measure(self, traffic: Traffic) -> None:
-        to = [b for a, b in traffic.flows if a == self._rank]
-        source = next((a for a, b in traffic.flows if b == self._rank), None)
-        self._resize_buffers(traffic.bytes)
-        if source is not None:
-            self._received.zero_()  # stale data must not pass the check
-        self._control.check_stop()
-        if not traffic.windows:
-            seconds = self._collect(traffic, self._time(1, 1, to, source))
-            wanted = self._budget / PASSES / max(float(seconds.max()), 1e-9)
-            # A very slow link is measured with one message per pass.
-            traffic.window = min(_WINDOW, max(1, int(wanted)))
-            traffic.windows = min(_MAX_WINDOWS, max(1, math.ceil(wanted / traffic.window)))
-            self._control.check_stop()
-        seconds = self._collect(traffic, self._time(traffic.windows, traffic.window, to, source))
-        wrong = 0
-        if source is not None:
-            expected = data_pattern(source, traffic.bytes, self._device)
-            wrong = int((self._received != expected).sum())
-        wrongs = self._collect(traffic, wrong)
-        for flow, each, lost in zip(traffic.flows, seconds.tolist(), wrongs.tolist(), strict=True):
-            traffic.seconds.setdefault(flow, []).append(each)
-            traffic.wrong[flow] = traffic.wrong.get(flow, 0) + int(lost)
-
-    def _resize_buffers(self, size: int) -> None:
-        if self._sent.numel() != size:
+        to = [dst for src, dst in traffic.flows if src == self._rank]
+        source = next((src for src, dst in traffic.flows if dst == self._rank), None)
+        if self._sent.numel() != traffic.bytes:
             # Free the old buffers first: both may be large.
             self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._sent = data_pattern(self._rank, size, self._device)
+            self._sent = data_pattern(self._rank, traffic.bytes, self._device)
             self._received = torch.zeros_like(self._sent)
+        self._received.zero_()  # stale data must not pass the check
+        self._control.check_stop()
+        if not traffic.windows:
+            estimates = self._collect(traffic, self._time(1, 1, to, source))
+            messages = self._budget / PASSES / max(*estimates, 1e-9)
+            # A very slow link is measured with one message per pass.
+            traffic.window = min(_WINDOW, max(1, int(messages)))
+            traffic.windows = min(_MAX_WINDOWS, max(1, math.ceil(messages / traffic.window)))
+            self._control.check_stop()
+        times = self._collect(traffic, self._time(traffic.windows, traffic.window, to, source))
+        wrong_bytes = 0
+        if source is not None:
+            expected = data_pattern(source, traffic.bytes, self._device)
+            wrong_bytes = int((self._received != expected).sum())
+        counts = self._collect(traffic, wrong_bytes)
+        for flow, seconds, wrong in zip(traffic.flows, times, counts, strict=True):
+            traffic.seconds.setdefault(flow, []).append(seconds)
+            traffic.wrong[flow] = traffic.wrong.get(flow, 0) + int(wrong)
 
-    def _collect(self, traffic: Traffic, value: float) -> Tensor:
+    def _collect(self, traffic: Traffic, value: float) -> list[float]:
         """Return the value that the receiver of each flow passed. The same on all ranks."""
-        mine = [value if b == self._rank else 0.0 for _, b in traffic.flows]
-        return self._control.max_of_tensor(torch.tensor(mine, dtype=torch.float64))
+        received = [value if dst == self._rank else 0.0 for _, dst in traffic.flows]
+        return self._control.max_over_ranks(received)
 
     def _time(self, windows: int, window: int, to: Sequence[int], source: int | None) -> float:
         """Return the seconds per message over `windows` windows, after one untimed window."""
@@ -170,10 +164,10 @@ def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGr
     messages = [message for message in messages if message[1].numel()]
     if messages and messages[0][1].is_cuda:
         # NCCL sends that wait for their receives would deadlock in a ring, so post one batch.
-        batch = [dist.P2POp(how, tensor, peer, group=group) for how, tensor, peer in messages]
+        batch = [dist.P2POp(post, tensor, peer, group=group) for post, tensor, peer in messages]
         works: list[dist.Work | None] = [*dist.batch_isend_irecv(batch)]
     else:
-        works = [how(tensor, peer, group=group) for how, tensor, peer in messages]
+        works = [post(tensor, peer, group=group) for post, tensor, peer in messages]
     for work in works:
         if work is not None:
             work.wait()
@@ -194,9 +188,8 @@ def point_to_point_all_reduce(
 ) -> Backend:
     """Return an in-place all_reduce made of point-to-point messages, as a ring or as a tree.
 
-    It is a baseline for the all_reduce of the backend.
-
-    For n ranks, S bytes, α seconds per message and β seconds per byte:
+    The all_reduce of the backend is compared with this baseline. For n ranks, S bytes, α seconds
+    per message and β seconds per byte:
 
         ring: 2 (n - 1) steps of S / n bytes: 2 (n - 1) α + 2 (n - 1) / n · S β
         tree: 2 ⌈log2 n⌉ steps of S bytes:    2 ⌈log2 n⌉ (α + S β)
@@ -208,9 +201,8 @@ def point_to_point_all_reduce(
     function = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
 
     def prepare(case: CollectiveCase) -> PreparedCase:
-        tensor, scratch = (
-            buffers.take(role, case.count, case.dtype) for role in ("received", "scratch")
-        )
+        tensor = buffers.take("received", case.count, case.dtype)
+        scratch = buffers.take("scratch", case.count, case.dtype)
         return PreparedCase(tensor, tensor, partial(function, tensor, scratch, group))
 
     about = f"all_reduce as a {algorithm} of point-to-point messages, a baseline"
@@ -218,10 +210,7 @@ def point_to_point_all_reduce(
 
 
 def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `tensor` over all ranks in place. `scratch` has the size of `tensor`.
-
-    A reduce-scatter leaves one summed shard on every rank; an all-gather then distributes them.
-    """
+    """Sum `tensor` over all ranks in place: a reduce-scatter, then an all-gather of the shards."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     shards, scratches = tensor.tensor_split(ranks), scratch.tensor_split(ranks)
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
@@ -252,3 +241,114 @@ def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
             _exchange([(dist.irecv, tensor, rank - distance)], group)
         elif rank % (2 * distance) == 0 and rank + distance < ranks:
             _exchange([(dist.isend, tensor, rank + distance)], group)
+
+
+# ---- Copies between host and GPU, inside a GPU, and between the GPUs of one process ----
+
+# One sample is the mean of 16 copies between two CUDA events, as in nvbandwidth. If the queue has
+# several copies, the time that the host needs to launch a copy is hidden.
+_COPIES = 16
+
+
+@dataclass
+class Copy:
+    """One kind of copy between two tensors of the same size.
+
+    A copy inside a GPU reads and writes each byte, but `speeds` counts each copied byte once, so
+    the memory traffic is twice as high.
+    """
+
+    kind: str
+    source: Tensor
+    target: Tensor
+    speeds: list[float] = field(default_factory=list)  # GB/s, one per pass
+    wrong: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU whose stream runs the copy."""
+        return (self.target if self.target.is_cuda else self.source).device
+
+    def time(self, keep_sample: bool = True) -> None:
+        """Time the copy and check its result."""
+        self.target.zero_()  # stale data must not pass the check
+        copy = partial(self.target.copy_, self.source, non_blocking=True)
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            seconds = time_total(copy, _COPIES, self.device) / _COPIES
+        self.wrong += int((self.target.to(self.device) != self.source.to(self.device)).sum())
+        if keep_sample:
+            self.speeds.append(self.source.numel() / seconds / 1e9)
+
+
+def host_copies(device: torch.device, size: int) -> list[Copy]:
+    """Return the copies between host memory and the device, and inside the device."""
+    pageable = data_pattern(0, size, torch.device("cpu"))
+    on_device = data_pattern(1, size, device)
+    pinned = pageable.clone().pin_memory()
+    to_pinned, to_pageable = torch.zeros_like(pageable).pin_memory(), torch.zeros_like(pageable)
+    to_device = torch.zeros_like(on_device)
+    return [
+        Copy("host to device, pinned", pinned, to_device),
+        Copy("host to device, pageable", pageable, to_device),
+        Copy("device to host, pinned", on_device, to_pinned),
+        Copy("device to host, pageable", on_device, to_pageable),
+        Copy("inside the device", on_device, to_device),
+    ]
+
+
+def peer_copies(size: int) -> list[Copy]:
+    """Return the copies from every GPU visible to this process to every other visible GPU."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    sources = {device: data_pattern(device.index, size, device) for device in devices}
+    targets = {device: torch.zeros_like(sources[device]) for device in devices}
+    copies = []
+    for a, b in permutations(devices, 2):
+        way = "peer" if torch.cuda.can_device_access_peer(a, b) else "by way of the host"
+        copies.append(Copy(f"{a} to {b}, {way}", sources[a], targets[b]))
+    return copies
+
+
+def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
+    """Time all copies in interleaved passes. Returns False if `stop()` became true."""
+    for copy in copies:
+        copy.time(keep_sample=False)  # the first call also maps the pages of the tensors
+    for _ in range(PASSES):
+        for copy in copies:
+            if stop():
+                return False
+            copy.time()
+    return True
+
+
+def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
+    """Return the row of a copy for tables and JSON."""
+    name, size = torch.cuda.get_device_name(copy.device), copy.source.numel()
+    expected_gbs, expected_source = _published_copy(name, copy.kind, size)
+    verdict = fraction_verdict(max(copy.speeds), expected_gbs) if expected_gbs else "unknown"
+    return {
+        "rank": rank,
+        "device": str(copy.device),
+        "name": name,
+        "kind": copy.kind,
+        "bytes": size,
+        "gbs": round(median(copy.speeds), 3),
+        "spread": round(relative_mad(copy.speeds), 4),
+        "wrong": copy.wrong,
+        "verdict": verdict,
+        "expected_gbs": expected_gbs,
+        "expected_source": expected_source,
+    }
+
+
+def _published_copy(name: str, kind: str, size: int) -> tuple[float | None, str | None]:
+    """Return (GB/s, source) from the catalogue, which has figures for pinned memory only."""
+    direction, _, memory = kind.partition(", ")
+    if memory == "pinned":
+        if (published := figure(name, direction, size)) is not None:
+            return published.gbs, published.source
+        known = accelerator(name)
+        host_link = link(known.host_link) if known is not None else None
+        if host_link is not None and host_link.achieved_gbs is not None and size >= 64 << 20:
+            return host_link.achieved_gbs, f"{host_link.name}: {host_link.source}"
+    return None, None

@@ -1,12 +1,15 @@
-"""The backends of `tutti bench collectives`: torch.distributed, comm.group() and symmetric memory.
+"""The backends of `tutti bench collectives`: torch.distributed, symmetric memory, Open MPI."""
 
-For each name in --backends, `open_backends` returns an object that a Sweep can measure, or the
-reason why the backend is not available here.
-"""
-
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,17 +18,11 @@ from torch import Tensor
 
 from tutti import comm
 from tutti.bench import Unsupported
-from tutti.bench.collectives.cases import (
-    Backend,
-    Buffers,
-    CollectiveCase,
-    PreparedCase,
-    allocate,
-    copy_then_call,
-)
-from tutti.bench.collectives.mpi_backend import open_mpi
+from tutti.bench.collectives import cases
+from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase, PreparedCase
 from tutti.comm import symmetric
 from tutti.comm.symmetric.heap_collectives import STAGED_BYTES, Stage
+from tutti.measure.message_cost import uneven_shards
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -107,7 +104,7 @@ def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
 
 
 def torch_backend(name: str, group: dist.ProcessGroup, about: str, buffers: Buffers) -> Backend:
-    """A process group of torch.distributed on ordinary tensors."""
+    """Return a backend that calls torch.distributed on ordinary tensors."""
 
     def prepare(case: CollectiveCase) -> PreparedCase:
         return _prepare_torch_call(case, group, partial(buffers.take, dtype=case.dtype))
@@ -118,15 +115,11 @@ def torch_backend(name: str, group: dist.ProcessGroup, about: str, buffers: Buff
 def _prepare_torch_call(
     case: CollectiveCase, group: dist.ProcessGroup, take: Callable[[str, int], Tensor]
 ) -> PreparedCase:
-    """Prepare a case that calls torch.distributed as a program would.
-
-    If torch has only an in-place form of the operation, the out-of-place form is a copy followed by
-    the in-place operation.
-    """
-    sent, received, fill, check = allocate(case, take)
+    """Prepare a case that calls torch.distributed as a program would."""
+    sent, received, fill, check = cases.allocate(case, take)
     splits = case.uneven_splits(case.rank)
     sent_shards, received_shards = (
-        list(each.chunk(case.ranks)) if case.is_root else None for each in (sent, received)
+        list(tensor.chunk(case.ranks)) if case.is_root else None for tensor in (sent, received)
     )
     calls: dict[str, tuple[Any, ...]] = {
         "all_reduce": (dist.all_reduce, received),
@@ -145,7 +138,8 @@ def _prepare_torch_call(
     function, *arguments = calls[case.operation.name]
     call = partial(function, *arguments, group=group)
     if case.operation.native == "in" and not case.in_place and case.sends:
-        call = partial(copy_then_call, received, sent, call)
+        # torch has only an in-place form of the operation.
+        call = partial(cases.copy_then_call, received, sent, call)
     return PreparedCase(fill, check, call)
 
 
@@ -178,10 +172,7 @@ def send_recv(
 def with_grouped(
     backends: Sequence[Backend], times: int, device: torch.device
 ) -> Iterator[Backend]:
-    """Yield the backends, each torch.distributed backend followed by its grouped form.
-
-    The grouped form makes `times` calls in one comm.group().
-    """
+    """Yield the backends. Each torch.distributed backend is followed by its grouped form."""
     buffers = Buffers(device)
     about = f"{times} calls in one comm.group(), time per call"
     for backend in backends:
@@ -194,10 +185,7 @@ def with_grouped(
 def _prepare_grouped(
     group: dist.ProcessGroup, times: int, buffers: Buffers, case: CollectiveCase
 ) -> PreparedCase:
-    """Prepare a case of grouped calls of tutti.comm.
-
-    The tensors are matrices with one row per call, and every row is checked.
-    """
+    """Prepare grouped calls of tutti.comm on matrices with one row per call; rows are checked."""
     if case.bytes * times > _MAX_GROUPED_BYTES:
         limit = _MAX_GROUPED_BYTES >> 20
         raise Unsupported(f"{times} messages of {case.bytes} bytes are more than {limit} MiB")
@@ -208,7 +196,7 @@ def _prepare_grouped(
     def take(role: str, count: int) -> Tensor:
         return buffers.take(f"{role}, grouped", count * times, case.dtype).view(times, count)
 
-    sent, received, fill, check = allocate(case, take)
+    sent, received, fill, check = cases.allocate(case, take)
     if name == "send_recv":
         to, source = case.neighbours
         calls = [partial(comm.send, row, to) for row in sent]
@@ -237,20 +225,14 @@ def _prepare_grouped(
 def _prepare_zero_copy(
     group: dist.ProcessGroup, heap: symmetric.Heap, case: CollectiveCase
 ) -> PreparedCase:
-    """Prepare a case on the shm backend with tensors in symmetric memory.
-
-    Peers read such tensors directly, without a copy.
-    """
+    """Prepare a case on the shm backend with symmetric tensors, which peers read without a copy."""
     empty, free = _heap_tensors(heap, case.dtype)
     prepared = _prepare_torch_call(case, group, lambda role, count: empty(count).local)
     return PreparedCase(prepared.sent, prepared.received, prepared.call, free)
 
 
 def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) -> PreparedCase:
-    """Prepare a case on symmetric tensors.
-
-    all_reduce supports every algorithm, all_gather and reduce_scatter only "auto".
-    """
+    """Prepare all_reduce with any algorithm, or all_gather or reduce_scatter with "auto"."""
     op, algorithm = case.operation.name, _ALGORITHMS[name]
     empty, free = _heap_tensors(heap, case.dtype)
     if op == "all_reduce":
@@ -264,21 +246,16 @@ def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) ->
     if case.in_place:
         raise Unsupported(f"{op} on symmetric tensors is out of place only")
     function: Any = getattr(symmetric, op)
-    gathers = op == "all_gather"
-    sent = empty(case.count if gathers else case.total_count)
-    result_count = case.total_count if gathers else case.count
-    result = torch.empty(result_count, dtype=case.dtype, device=heap.device)
+    sent = empty(case.sent_count)
+    result = torch.empty(case.received_count, dtype=case.dtype, device=heap.device)
     return PreparedCase(sent.local, result, partial(function, sent, out=result), free)
 
 
 def _heap_tensors(
     heap: symmetric.Heap, dtype: torch.dtype
 ) -> tuple[Callable[[int], symmetric.SymmetricTensor], Callable[[], None]]:
-    """Return a function that allocates a tensor, and a function that frees all such tensors.
-
-    Tensors are freed in the reverse order of their allocation.
-    """
-    allocated = ExitStack()
+    """Return a function that allocates a tensor, and a function that frees all such tensors."""
+    allocated = ExitStack()  # frees in the reverse order of allocation
 
     def empty(count: int) -> symmetric.SymmetricTensor:
         tensor = heap.empty(count, dtype=dtype)
@@ -296,3 +273,138 @@ def _prepare_staged(stage: Stage, buffers: Buffers, case: CollectiveCase) -> Pre
         raise Unsupported(f"the symmetric buffer has {STAGED_BYTES} bytes")
     tensor = buffers.take("received", case.count, case.dtype)
     return PreparedCase(tensor, tensor, partial(stage.all_reduce, tensor))
+
+
+# ---- Open MPI, through mpi4py ----
+
+# MPI ranks must be started by mpirun, or by Slurm with PMIx. With --backends mpi, `tutti bench`
+# starts its local ranks with mpirun, and the torch backends run in the same processes.
+_MPI_TYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+# At least one of these variables is set if mpirun or Slurm with PMIx started the ranks.
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
+
+# Exit codes of mpirun if a signal that mpirun forwarded has killed a rank.
+_KILLED_BY_SIGNAL = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+
+
+def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
+    """Return the command line that runs `command` as an Open MPI job on this host."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise UsageError("--backends mpi needs mpi4py: pip install 'tutti-torch[mpi]'")
+    found = filter(None, map(shutil.which, ("mpirun.openmpi", "mpirun")))
+    program = next((path for path in found if "Open MPI" in _version(path)), None)
+    if program is None:
+        raise UsageError("--backends mpi needs Open MPI's mpirun on the PATH: install openmpi-bin")
+    # Without --host, mpirun inside a Slurm job would place ranks on all nodes of the job.
+    flags = ["-n", str(ranks), "--host", f"localhost:{ranks}", "--bind-to", "none"]
+    flags += ["--oversubscribe", "--quiet"]
+    if os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    return [program, *flags, *command]
+
+
+def _version(mpirun: str) -> str:
+    command = [mpirun, "--version"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+
+
+def run_mpirun(command: Sequence[str], width: int) -> int:
+    """Run an mpirun command to its end; returns its exit code.
+
+    After Ctrl-C, mpirun would kill its ranks within a second, and their results would be lost.
+    Therefore mpirun runs in its own process group, which Ctrl-C does not reach. This process sends
+    SIGUSR1 instead, and mpirun forwards SIGUSR1 to the ranks, which finish their round and write
+    their files, or end if they have not installed their signal handlers yet. A second Ctrl-C
+    terminates the ranks.
+    """
+    with subprocess.Popen(
+        list(command),
+        # mpirun gives rank 0 a pseudo-terminal whose width is not set.
+        env={**os.environ, "COLUMNS": str(width)},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    ) as mpirun:
+        interrupted = False
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupted
+            mpirun.send_signal(signal.SIGTERM if interrupted else signal.SIGUSR1)
+            interrupted = True
+
+        before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = mpirun.wait()
+            if interrupted and code in _KILLED_BY_SIGNAL:
+                print("tutti bench: stopped before anything was measured", file=sys.stderr)
+                return 130
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def open_mpi(buffers: Buffers, ranks: int) -> Backend:
+    """Return a backend that calls MPI on numpy views of ordinary tensors, or raise Unsupported."""
+    if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_VARIABLES)):
+        # MPI_Init would end this process, and srun would then end all other ranks.
+        raise Unsupported("srun started the ranks without MPI: use srun --mpi=pmix, or mpirun")
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "funneled"  # only one thread calls MPI: no locking needed
+        from mpi4py import MPI
+    except ImportError as error:
+        raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None
+    about, size = MPI.Get_library_version().split(",")[0].strip(), MPI.COMM_WORLD.size
+    if size != ranks:
+        raise Unsupported(f"MPI has {size} of {ranks} ranks: start them with mpirun of {about}")
+    return Backend("mpi", about, partial(_prepare_mpi, MPI, buffers))
+
+
+def _prepare_mpi(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
+    if case.dtype not in _MPI_TYPES:
+        raise Unsupported(f"MPI has no type for {case.dtype}")
+    name, root, in_place = case.operation.name, case.is_root, case.in_place
+    datatype, world = getattr(mpi, _MPI_TYPES[case.dtype]), mpi.COMM_WORLD
+    sent, received, fill, check = cases.allocate(case, partial(buffers.take, dtype=case.dtype))
+    if name == "reduce_scatter" and in_place:
+        # MPI writes the shard of a rank to the start of the rank's buffer.
+        received = check = sent[: case.count]
+    send, receive = [sent.numpy(), datatype], [received.numpy(), datatype]
+    splits, shards = case.uneven_splits(case.rank), uneven_shards(case.count, case.ranks)
+    send_splits, receive_splits, receive_shards = (
+        [tensor.numpy(), counts, datatype]
+        for tensor, counts in ((sent, splits), (received, splits), (received, shards))
+    )
+    send_or_in_place = mpi.IN_PLACE if in_place else send
+    # In rooted operations, only the root passes IN_PLACE.
+    root_source = send_or_in_place if root else send
+    root_target = mpi.IN_PLACE if root and in_place else receive
+    shard_target = send if in_place else receive
+    calls: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (world.Allreduce, send_or_in_place, receive),
+        "reduce": (world.Reduce, root_source, receive if root else None),
+        "broadcast": (world.Bcast, receive),
+        "all_gather": (world.Allgather, send_or_in_place, receive),
+        "reduce_scatter": (world.Reduce_scatter_block, send_or_in_place, shard_target),
+        "gather": (world.Gather, root_source, receive if root else None),
+        "scatter": (world.Scatter, send if root else None, root_target),
+        "all_to_all": (world.Alltoall, send, receive),
+        # (buffer, to, tag, buffer, from)
+        "send_recv": (world.Sendrecv, send, case.neighbours[0], 0, receive, case.neighbours[1]),
+        "all_gather_uneven": (world.Allgatherv, send, receive_shards),
+        "all_to_all_uneven": (world.Alltoallv, send_splits, receive_splits),
+        "barrier": (world.Barrier,),
+    }
+    function, *arguments = calls[name]
+    call = partial(function, *arguments)
+    if name == "broadcast" and root and not in_place:
+        call = partial(cases.copy_then_call, received, sent, call)
+    return PreparedCase(fill, check, call)

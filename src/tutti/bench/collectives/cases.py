@@ -18,17 +18,13 @@ from tutti.measure.message_cost import OPERATIONS, Operation, uneven_shards
 from tutti.world.world import World
 
 _PERIOD = 8191
-_LARGEST_EXACT = {
-    torch.float64: 1 << 53,
-    torch.float32: 1 << 24,
-    torch.float16: 1 << 11,
-    torch.bfloat16: 1 << 8,
-    torch.int64: 1 << 62,
-    torch.int32: 1 << 30,
-    torch.int8: 127,
-    torch.uint8: 255,
-}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _LARGEST_EXACT}
+_SENDS_ALL_SHARDS = ("reduce_scatter", "scatter", "all_to_all", "all_to_all_uneven")
+_RECEIVES_ALL_SHARDS = (
+    *("all_gather", "gather", "all_gather_uneven", "all_to_all", "all_to_all_uneven"),
+)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INTEGERS)}
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,6 @@ class CollectiveCase:
         return self.operation.bytes(self.count, self.dtype.itemsize, self.ranks)
 
     @property
-    def total_count(self) -> int:
-        """The number of elements in the shards of all ranks."""
-        return self.count * self.ranks
-
-    @property
     def in_place(self) -> bool:
         """Whether the result overwrites the input."""
         return self.placement == "in"
@@ -61,14 +52,6 @@ class CollectiveCase:
     def is_root(self) -> bool:
         """Whether this rank is the root, if the operation has one."""
         return self.rank == 0
-
-    @property
-    def idempotent(self) -> bool:
-        """Whether a second call gives the same result.
-
-        An in-place reduction is not idempotent: a second call adds up the sums of the first.
-        """
-        return not self.in_place or not self.operation.reduces
 
     @property
     def sends(self) -> bool:
@@ -81,21 +64,27 @@ class CollectiveCase:
         return self.is_root or self.operation.name not in ("reduce", "gather")
 
     @property
+    def sent_count(self) -> int:
+        """The number of elements in the input of this rank."""
+        if self.operation.name == "all_gather_uneven":
+            return uneven_shards(self.count, self.ranks)[self.rank]
+        return self.count * self.ranks if self.operation.name in _SENDS_ALL_SHARDS else self.count
+
+    @property
+    def received_count(self) -> int:
+        """The number of elements in the result of this rank."""
+        all_shards = self.operation.name in _RECEIVES_ALL_SHARDS
+        return self.count * self.ranks if all_shards else self.count
+
+    @property
     def neighbours(self) -> tuple[int, int]:
         """(next rank, previous rank) in the ring in which send_recv sends."""
         return (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
     def uneven_splits(self, rank: int) -> list[int]:
-        """Return how many elements `rank` sends to each rank in all_to_all_uneven.
-
-        `rank` receives the same numbers of elements.
-        """
+        """Return how many elements `rank` exchanges with each rank in all_to_all_uneven."""
         shards = uneven_shards(self.count, self.ranks)
         return [shards[(rank + peer) % self.ranks] for peer in range(self.ranks)]
-
-    def own_shard(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor that has the shards of all ranks in its last dim."""
-        return whole[..., self.rank * self.count : (self.rank + 1) * self.count]
 
 
 def case_groups(
@@ -106,8 +95,8 @@ def case_groups(
     `placement` is "in", "out", "both", or "native" for the form that torch.distributed has.
     """
     operation = OPERATIONS[op]
-    wanted = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
-    placements = [each for each in wanted if each in operation.placements]
+    named = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
+    placements = [name for name in named if name in operation.placements]
     # Several small sizes may give the same count; the dict removes duplicates.
     counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)
     return [
@@ -165,34 +154,27 @@ def allocate(
     returns a tensor with `count` elements in its last dim. All ranks call `take` with the same
     roles and counts in the same order, as symmetric memory requires.
     """
-    count, total = case.count, case.total_count
-    match case.operation.name:
-        case "all_reduce" | "reduce" | "broadcast":
-            received = take("received", count)
-            sent = received if case.in_place else take("sent", count)
-        case "all_gather":
-            received = take("received", total)
-            sent = case.own_shard(received) if case.in_place else take("sent", count)
-        case "gather":
-            received, sent = take("received", total), take("sent", count)
-            sent = case.own_shard(received) if case.in_place and case.is_root else sent
-        case "reduce_scatter":
-            sent = take("sent", total)
-            received = case.own_shard(sent) if case.in_place else take("received", count)
-        case "scatter":
-            sent, received = take("sent", total), take("received", count)
-            received = case.own_shard(sent) if case.in_place and case.is_root else received
-        case "all_to_all" | "all_to_all_uneven":
-            sent, received = take("sent", total), take("received", total)
-        case "send_recv":
-            sent, received = take("sent", count), take("received", count)
-        case "all_gather_uneven":
-            shards = uneven_shards(count, case.ranks)
-            sent = take("sent", max(shards))[..., : shards[case.rank]]
-            received = take("received", total)
-        case _:  # barrier
-            sent = received = torch.empty(0, dtype=case.dtype)
-    nothing = torch.empty(0, dtype=case.dtype)
+    name, nothing = case.operation.name, torch.empty(0, dtype=case.dtype)
+    # In gather and scatter, only the root works in place, but all ranks allocate both tensors.
+    root_in_place = name in ("gather", "scatter")
+    if name == "barrier":
+        sent = received = nothing
+    elif not case.in_place or root_in_place:
+        # Ranks have uneven shards, but allocate the same number of elements.
+        uneven = name == "all_gather_uneven"
+        largest = max(uneven_shards(case.count, case.ranks)) if uneven else case.sent_count
+        sent = take("sent", largest)[..., : case.sent_count]
+        received = take("received", case.received_count)
+    elif case.sent_count > case.received_count:
+        sent = received = take("sent", case.sent_count)
+    else:
+        sent = received = take("received", case.received_count)
+    if case.in_place and (case.is_root or not root_in_place):
+        own_shard = slice(case.rank * case.count, (case.rank + 1) * case.count)
+        if name in ("all_gather", "gather"):
+            sent = received[..., own_shard]
+        elif name in ("reduce_scatter", "scatter"):
+            received = sent[..., own_shard]
     return sent, received, sent if case.sends else nothing, received if case.receives else nothing
 
 
@@ -215,51 +197,41 @@ class Payload:
 
 
 def payload(case: CollectiveCase) -> Payload:
-    """Return the data and the expected result of this rank.
-
-    The tensors are empty if this rank has no input or no result.
-    """
-    count, total, rank, name = case.count, case.total_count, case.rank, case.operation.name
+    """Return the data and the expected result of this rank; empty tensors if it has none."""
+    count, rank, nothing = case.count, case.rank, torch.empty(0, dtype=case.dtype)
     tiles = _tiles(case.dtype, case.ranks)
     summed = torch.stack(tiles).sum(0).to(case.dtype) if case.operation.reduces else tiles[0]
-    nothing = torch.empty(0, dtype=case.dtype)
-    sent = _repeat(tiles[rank], 0, count)
-    match name:
-        case "all_reduce" | "reduce":
+    match case.operation.name:
+        case "all_reduce" | "reduce" | "broadcast":
             expected = _repeat(summed, 0, count)
-        case "broadcast":
-            expected = _repeat(tiles[0], 0, count)
+        case "reduce_scatter" | "scatter":
+            expected = _repeat(summed, rank * count, count)
         case "all_gather" | "gather":
             expected = torch.cat([_repeat(tile, 0, count) for tile in tiles])
-        case "reduce_scatter":
-            sent = _repeat(tiles[rank], 0, total)
-            expected = _repeat(summed, rank * count, count)
-        case "scatter":
-            sent, expected = _repeat(tiles[0], 0, total), _repeat(tiles[0], rank * count, count)
         case "all_to_all":
-            sent = _repeat(tiles[rank], 0, total)
             expected = torch.cat([_repeat(tile, rank * count, count) for tile in tiles])
         case "send_recv":
             expected = _repeat(tiles[rank - 1], 0, count)
         case "all_gather_uneven":
             shards = zip(tiles, uneven_shards(count, case.ranks), strict=True)
-            parts = [_repeat(tile, 0, shard) for tile, shard in shards]
-            sent, expected = parts[rank], torch.cat(parts)
+            expected = torch.cat([_repeat(tile, 0, shard) for tile, shard in shards])
         case "all_to_all_uneven":
-            sent = _repeat(tiles[rank], 0, total)
             parts = []
             for sender, tile in enumerate(tiles):
                 splits = case.uneven_splits(sender)
                 parts.append(_repeat(tile, sum(splits[:rank]), splits[rank]))
             expected = torch.cat(parts)
         case _:  # barrier
-            sent = expected = nothing
+            expected = nothing
+    sent = _repeat(tiles[rank], 0, case.sent_count)
     return Payload(sent if case.sends else nothing, expected if case.receives else nothing)
 
 
 def _tiles(dtype: torch.dtype, ranks: int) -> list[Tensor]:
     """Return one period of the data of each rank."""
-    largest = max(1, min(1000, _LARGEST_EXACT[dtype] // ranks))
+    # All integers up to 2 / eps are exact in a floating-point type.
+    exact = int(2 / torch.finfo(dtype).eps) if dtype in _FLOATS else torch.iinfo(dtype).max
+    largest = max(1, min(1000, exact // ranks))
     tiles = []
     for rank in range(ranks):
         generator = torch.Generator().manual_seed(1 + rank)

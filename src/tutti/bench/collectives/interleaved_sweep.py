@@ -1,7 +1,4 @@
-"""The sweep of `tutti bench collectives`.
-
-In each case all backends are measured in turns, and their results are checked.
-"""
+"""The sweep of `tutti bench collectives`: in each case all backends are measured in turns."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,31 +11,17 @@ from torch import Tensor
 
 from tutti.bench.collectives.cases import Backend, CollectiveCase, Payload, PreparedCase, payload
 from tutti.bench.rank_control import RankControl, try_on_all_ranks
+from tutti.comm.path_selection import Measured
 from tutti.measure.message_cost import bandwidth
 from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back, time_isolated
 from tutti.world.world import World
 
-# If calls are longer than this, fewer rounds are enough.
-_LONG_CALL_SECONDS = 0.02
+_LONG_CALL_SECONDS = 0.02  # if calls are longer, fewer rounds are enough
 _ROUNDS_OF_LONG_CALLS = 4
 _MAX_CALLS_PER_ROUND = 1000
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """How much to measure.
-
-    `iterations` is the number of calls; None means as many calls as the budget allows.
-    """
-
-    timings: Sequence[str] = ("back-to-back",)
-    iterations: int | None = None
-    warmup: int = 20
-    budget: float = 0.5  # seconds per backend, case and timing
-    rounds: int = 8  # every backend has one turn per round
 
 
 @dataclass
@@ -47,14 +30,15 @@ class _Entry:
 
     backend: Backend
     prepared: PreparedCase
+    data: Payload
     seconds: float = 0.0  # time of one call, estimated in the warm-up
     calls: int = 0  # per round
     wrong: int = 0
 
-    def reset(self, data: Payload) -> None:
+    def reset(self) -> None:
         """Clear the result, then write the input. The order matters: in place, the two overlap."""
         self.prepared.received.zero_()
-        self.prepared.sent.copy_(data.sent)
+        self.prepared.sent.copy_(self.data.sent)
 
 
 @dataclass
@@ -62,9 +46,13 @@ class Sweep:
     """Measures cases one after the other, and keeps the rows and the skipped combinations."""
 
     backends: Sequence[Backend]
-    settings: SweepSettings
     control: RankControl
     world: World
+    budget: float  # seconds per backend, case and timing
+    timings: Sequence[str] = ("back-to-back",)
+    iterations: int | None = None  # calls; None: as many as the budget allows
+    max_warmup: int = 20  # untimed calls
+    max_rounds: int = 8  # every backend has one turn per round
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
@@ -83,10 +71,7 @@ class Sweep:
         self.complete = True
 
     def planned_rows(self, groups: Iterable[Sequence[CollectiveCase]]) -> list[Row]:
-        """Return the rows that will be measured, to check that --expect matches any of them.
-
-        The figures of these rows are ideal values: infinite bandwidth, and no wrong elements.
-        """
+        """Return the rows that will be measured, with ideal figures, to check --expect early."""
         times = {"p50": 1e-9, "p95": 1e-9, "min": 1e-9, "cv": 0.0}
         ideal = {"time_us": times, "busbw_gbs": math.inf, "group": 1, "wrong": 0}
         return [
@@ -94,42 +79,42 @@ class Sweep:
             for group in groups
             for case in group
             for backend in self.backends
-            for timing in self.settings.timings
+            for timing in self.timings
         ]
 
     def _measure(self, case: CollectiveCase) -> list[Row]:
         if self.stopped:
             return []
-        data = payload(case)
-        entries = list(self._prepare(case, data))
+        entries = list(self._prepare(case))
         rows: list[Row] = []
         try:
-            for timing in self.settings.timings:
-                samples = self._interleave(case, data, entries, timing)
+            for timing in self.timings:
+                samples = self._interleave(case, entries, timing)
                 # The list of samples is empty if the sweep was stopped.
-                rows += [_row(case, *each, timing) for each in zip(entries, samples, strict=False)]
+                pairs = zip(entries, samples, strict=False)
+                rows += [_row(case, entry, seconds, timing) for entry, seconds in pairs]
         finally:
             for entry in entries:
                 entry.prepared.close()
         return [] if self.stopped else rows
 
-    def _prepare(self, case: CollectiveCase, data: Payload) -> Iterator[_Entry]:
+    def _prepare(self, case: CollectiveCase) -> Iterator[_Entry]:
         """Yield the backends that support the case, after a checked first call and a warm-up."""
+        data = payload(case)
         for backend in self.backends:
             prepared, reason = try_on_all_ranks(partial(backend.prepare, case))
             if prepared is None:
                 self._skip(backend.name, case, reason)
                 continue
-            entry = _Entry(backend, prepared)
-            wrong, reason = try_on_all_ranks(partial(self._count_wrong, entry, data, True))
+            entry = _Entry(backend, prepared, data)
+            wrong, reason = try_on_all_ranks(partial(self._count_wrong, entry, call_again=True))
             if wrong is None:
                 prepared.close()
                 self._skip(backend.name, case, reason)
                 continue
             entry.wrong = self.control.sum_over_ranks(wrong)
-            once = self._time(entry, 1)
-            warmup = min(self.settings.warmup, int(self.settings.budget / 4 / once))
-            entry.seconds = self._time(entry, max(1, warmup))
+            warmup = int(self.budget / 4 / self._time(entry, 1))
+            entry.seconds = self._time(entry, max(1, min(self.max_warmup, warmup)))
             yield entry
 
     def _skip(self, backend: str, case: CollectiveCase, reason: str) -> None:
@@ -143,19 +128,14 @@ class Sweep:
         seconds = time_back_to_back(entry.prepared.call, times, self.world.device)
         return max(1e-7, self.control.max_over_ranks([float(seconds.mean())])[0])
 
-    def _interleave(
-        self, case: CollectiveCase, data: Payload, entries: list[_Entry], timing: str
-    ) -> list[Tensor]:
-        """Return the seconds of every call of each entry.
-
-        The entries are measured in rounds, and the order of the entries rotates between rounds.
-        """
-        long = any(entry.seconds > _LONG_CALL_SECONDS for entry in entries)
-        rounds = self.settings.rounds
-        rounds = min(_ROUNDS_OF_LONG_CALLS, rounds) if long else rounds
+    def _interleave(self, case: CollectiveCase, entries: list[_Entry], timing: str) -> list[Tensor]:
+        """Return the seconds of every call of each entry. The order rotates between rounds."""
+        rounds = self.max_rounds
+        if any(entry.seconds > _LONG_CALL_SECONDS for entry in entries):
+            rounds = min(_ROUNDS_OF_LONG_CALLS, rounds)
         for entry in entries:
-            wanted = self.settings.iterations or self.settings.budget / entry.seconds
-            entry.calls = min(_MAX_CALLS_PER_ROUND, max(2, math.ceil(wanted / rounds)))
+            calls = self.iterations or self.budget / entry.seconds
+            entry.calls = min(_MAX_CALLS_PER_ROUND, max(2, math.ceil(calls / rounds)))
         samples: list[list[Tensor]] = [[] for _ in entries]
         for number in range(rounds):
             last_round = number == rounds - 1
@@ -163,15 +143,16 @@ class Sweep:
                 position = (number + offset) % len(entries)
                 entry = entries[position]
                 if last_round:
-                    entry.reset(data)
+                    entry.reset()
                 if self.control.check_stop():
                     self.stopped = True
                     return []
                 samples[position].append(self._round(entry, timing))
                 if last_round:
-                    # In place, each timed call has added up the sums of the call before, so one
-                    # more call with fresh data is checked.
-                    wrong = self._count_wrong(entry, data, call_again=not case.idempotent)
+                    # Each timed call of an in-place reduction has added up the sums of the call
+                    # before, so the result of one more call with fresh data is checked.
+                    call_again = case.in_place and case.operation.reduces
+                    wrong = self._count_wrong(entry, call_again)
                     entry.wrong += self.control.sum_over_ranks(wrong)
         return [
             torch.cat(seconds) / entry.prepared.operations
@@ -193,17 +174,14 @@ class Sweep:
             return self.control.max_of_tensor(ends - starts)
         return self.control.max_of_tensor(ends) - self.control.max_of_tensor(starts)
 
-    def _count_wrong(self, entry: _Entry, data: Payload, call_again: bool) -> int:
-        """Return the number of wrong elements on this rank.
-
-        With `call_again`, the result of one more call is checked.
-        """
+    def _count_wrong(self, entry: _Entry, call_again: bool) -> int:
+        """Return the number of wrong elements on this rank, of the last call or of another call."""
         if call_again:
-            entry.reset(data)
+            entry.reset()
             entry.prepared.call()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        return data.count_wrong(entry.prepared.received)
+        return entry.data.count_wrong(entry.prepared.received)
 
 
 def _row(case: CollectiveCase, entry: _Entry, seconds: Tensor, timing: str) -> Row:
@@ -237,3 +215,49 @@ def _row_key(case: CollectiveCase, backend: str, timing: str) -> Row:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- `tutti bench tune`: the table from which tutti.comm chooses a path by message size ----
+
+# {backend of a row: path}. Backends on symmetric tensors are not listed, because the table is for
+# ordinary tensors.
+PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}
+# A change of path between two sizes must save at least this fraction of the time, added up over
+# all sizes from the change on.
+_MIN_GAIN = 0.05
+
+
+def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:
+    """Return the measurement of each row of a sweep whose result is correct."""
+    return [
+        Measured(row["op"], device, PATH_OF[row["backend"]], row["bytes"], row["time_us"]["p50"])
+        for row in rows
+        if row["wrong"] == 0
+    ]
+
+
+def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
+    """Choose the path of one operation for each size; return the measurement of each chosen path.
+
+    If the fastest path were chosen at each size, noise would make the choice alternate at sizes for
+    which two paths are about equally fast. Instead, the sum of ln(time / fastest time) over sizes,
+    plus ln 1.05 per change of path, is minimized by dynamic programming over ascending sizes
+    (Viterbi).
+    """
+    by_size: dict[int, dict[str, Measured]] = {}
+    for sample in sorted(measured, key=lambda sample: sample.bytes):
+        by_size.setdefault(sample.bytes, {})[sample.path] = sample
+    change_cost = math.log(1 + _MIN_GAIN)
+    best: dict[str, tuple[float, list[Measured]]] = {}  # {last path: (cost, choices)}
+    for candidates in by_size.values():
+        fastest_us = min(sample.time_us for sample in candidates.values())
+        extended = {}
+        for path, sample in candidates.items():
+            previous = [
+                (cost + change_cost * (last != path), chosen)
+                for last, (cost, chosen) in best.items()
+            ] or [(0.0, [])]
+            cost, chosen = min(previous, key=lambda choice: choice[0])
+            extended[path] = cost + math.log(sample.time_us / fastest_us), [*chosen, sample]
+        best = extended
+    return min(best.values(), key=lambda choice: choice[0])[1] if best else []

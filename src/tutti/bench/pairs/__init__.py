@@ -22,22 +22,20 @@ can look up names quickly before ranks are started.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tutti.bench import Unsupported
+from tutti.bench import Unsupported as Unsupported
 from tutti.world.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
     from tutti.world.world import World
-
-__all__ = ["BUILTIN_PAIRS", "Pair", "PairEntry", "Setting", "Unsupported", "select_pairs"]
 
 Value = TypeVar("Value")
 
@@ -91,49 +89,43 @@ class Setting:
             raise Unsupported(reason)
 
 
-PairFactory = Callable[[Setting], Pair]
-
-
-@dataclass(frozen=True)
-class PairEntry:
+class PairEntry(NamedTuple):
     """The name of a pair and the function that makes the pair; its module is imported later."""
 
     name: str
     about: str  # what the baseline does → what the optimized form does
-    make: PairFactory
+    make: Callable[[Setting], Pair]
 
 
-def _make_builtin(module: str, name: str, setting: Setting) -> Pair:
-    """Import the module, which imports torch, and call the function that makes the pair."""
-    pairs = import_module(f"tutti.bench.pairs.{module}_pairs")
-    pair: Pair = getattr(pairs, name.replace("-", "_"))(setting)
+def _make_builtin(name: str, setting: Setting) -> Pair:
+    """Import the module of a pair, which imports torch, and call the function that makes it."""
+    kind = "memory" if name in ("pinned", "unified", "placement") else "communication"
+    module = import_module(f"tutti.bench.pairs.{kind}_pairs")
+    pair: Pair = getattr(module, name.replace("-", "_"))(setting)
     return pair
 
 
 BUILTIN_PAIRS = {
-    name: PairEntry(name, about, partial(_make_builtin, module, name))
-    for name, module, about in (
-        ("data-parallel", "training", "DataParallel in one process → DDP, a process for each GPU"),
-        ("overlap", "training", "gradients all-reduced after backward → during it, same buckets"),
-        ("grouped", "message", "many small all-reduces → the same in comm.group()"),
-        ("buckets", "training", "all gradients in one bucket → buckets of the size found best"),
-        ("from-scratch", "message", "an all-reduce for each gradient → one for all of them"),
-        ("pinned", "memory", "copies to the GPU from pageable memory → from pinned memory"),
-        ("shm", "training", "a DDP step over gloo → over shared memory"),
-        ("symmetric", "message", "a small message by a collective → by symmetric memory"),
-        ("accumulation", "training", "all-reduce after each small batch → after several"),
-        ("unified", "memory", "explicit copies through pinned memory → unified memory"),
-        ("placement", "memory", "memory on this rank's NUMA node → on another (a cost)"),
-        ("bf16-gradients", "training", "gradients sent in full precision → as bfloat16"),
+    name: PairEntry(name, about, partial(_make_builtin, name))
+    for name, about in (
+        ("data-parallel", "DataParallel in one process → DDP, one process per GPU"),
+        ("overlap", "gradients all-reduced after backward → during backward"),
+        ("grouped", "many small all-reduces → the same in comm.group()"),
+        ("buckets", "all gradients in one bucket → buckets of the fastest size"),
+        ("from-scratch", "an all-reduce for each gradient → one for all gradients"),
+        ("pinned", "copies to the GPU from pageable memory → from pinned memory"),
+        ("shm", "a DDP step over gloo → over shared memory"),
+        ("symmetric", "a small message with a collective → with symmetric memory"),
+        ("accumulation", "all-reduce after each small batch → after several"),
+        ("unified", "explicit copies through pinned memory → unified memory"),
+        ("placement", "memory on this rank's NUMA node → on another (a cost)"),
+        ("bf16-gradients", "gradients sent in full precision → as bfloat16"),
     )
 }
 
 
 def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
-    """Return the pairs that --only names, or else all pairs of --file, or else all built-in pairs.
-
-    Raises UsageError if --only names an unknown pair.
-    """
+    """Return the pairs named by --only, or else all pairs of --file, or else all built-in pairs."""
     own = {} if file is None else {entry.name: entry for entry in _entries_in(file)}
     known = BUILTIN_PAIRS | own
     for name in only:
@@ -144,19 +136,10 @@ def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
     return [known[name] for name in only or own or BUILTIN_PAIRS]
 
 
-def _entries_in(file: Path) -> list[PairEntry]:
+def _entries_in(file: Path) -> Iterator[PairEntry]:
+    """Yield the pairs in the list PAIRS of a user's file."""
     if not file.is_file():
         raise UsageError(f"--file {file}: there is no such Python file")
-    entries = []
-    for factory in _factories_in(file):
-        name = str(getattr(factory, "__name__", "")).replace("_", "-")
-        about = (factory.__doc__ or "").strip().partition("\n")[0]
-        entries.append(PairEntry(name, about, factory))
-    return entries
-
-
-def _factories_in(file: Path) -> list[PairFactory]:
-    """Return the functions in the list PAIRS of a user's file."""
     spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise UsageError(f"--file {file}: its name must end in .py")
@@ -168,7 +151,9 @@ def _factories_in(file: Path) -> list[PairFactory]:
     factories = getattr(module, "PAIRS", None)
     if not isinstance(factories, list) or not factories or not all(map(callable, factories)):
         raise UsageError(
-            f"--file {file}: it must define PAIRS = [function, …], functions that take a Setting "
-            "and return a Pair"
+            f"--file {file}: it must define PAIRS = [function, …], see Pair and Setting"
         )
-    return factories
+    for factory in factories:
+        about = (factory.__doc__ or "").strip().partition("\n")[0]
+        name = str(getattr(factory, "__name__", "")).replace("_", "-")
+        yield PairEntry(name, about, factory)

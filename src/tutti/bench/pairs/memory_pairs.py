@@ -23,9 +23,7 @@ from tutti.bench.pairs import Pair, Setting
 from tutti.machine.cpu_numa import allowed_cpus, numa_nodes
 from tutti.world.errors import UsageError
 
-Work = Callable[[torch.Tensor], torch.Tensor]
-
-_ATTACH_GLOBAL = 1
+Work = Callable[[Tensor], Tensor]
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 
 
@@ -38,7 +36,7 @@ def pinned(setting: Setting) -> Pair:
     return Pair(
         baseline=lambda: targets[0].copy_(pageable),
         optimized=lambda: targets[1].copy_(pinned, non_blocking=True),
-        reason=_size_of(pageable),
+        reason=f"{pageable.nbytes >> 20} MiB",
     )
 
 
@@ -52,18 +50,15 @@ def unified(setting: Setting) -> Pair:
 
     return Pair(
         baseline=partial(through_pinned_copies, data, work),
-        optimized=partial(through_unified_memory, data, work, prefetch=True),
-        reason=f"{_size_of(data)} to the GPU and back; unified memory is prefetched",
+        optimized=partial(through_unified_memory, data, work),
+        reason=f"{data.nbytes >> 20} MiB to the GPU and back; unified memory is prefetched",
     )
 
 
 def placement(setting: Setting) -> Pair:
     """The cost of memory on a remote NUMA node."""
     nodes = {node: cpus for node, cpus in numa_nodes().items() if _can_run_on(cpus)}
-    setting.need(
-        len(nodes) > 1,
-        f"it needs two NUMA nodes with CPUs that this process may use, there are {len(nodes)}",
-    )
+    setting.need(len(nodes) > 1, "placement needs two NUMA nodes with CPUs of this process")
     # Ranks are bound to CPUs near their device, so the node with most of these CPUs is near.
     near = max(nodes, key=lambda node: len(set(allowed_cpus()) & set(nodes[node])))
     far = next(node for node in nodes if node != near)
@@ -81,21 +76,15 @@ def placement(setting: Setting) -> Pair:
     return Pair(
         baseline=partial(read, near),
         optimized=partial(read, far),
-        reason=f"{_size_of(target)} from NUMA node {near}, then {far}; below 1 is the cost",
+        reason=f"{target.nbytes >> 20} MiB from NUMA node {near}, then {far}; below 1 is the cost",
     )
 
 
 def _host_tensor(setting: Setting) -> Tensor:
-    """Return a tensor that only this thread has written.
-
-    The kernel places a page on the NUMA node of the thread that first writes to the page.
-    """
+    # Only this thread writes the tensor, because the kernel places a page on the NUMA node of the
+    # thread that first writes to the page.
     count = setting.pick(_BYTES, _QUICK_BYTES) // 4
     return torch.from_numpy(np.arange(count, dtype=np.float32))
-
-
-def _size_of(tensor: Tensor) -> str:
-    return f"{tensor.nbytes >> 20} MiB"
 
 
 def _can_run_on(cpus: tuple[int, ...]) -> bool:
@@ -120,37 +109,33 @@ def _running_on(cpus: tuple[int, ...]) -> Iterator[None]:
 # ---- Unified memory ----
 
 
-def through_unified_memory(
-    data: torch.Tensor, work: Work, *, prefetch: bool = False
-) -> torch.Tensor:
+def through_unified_memory(data: Tensor, work: Work) -> Tensor:
     """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
 
-    With `prefetch`, the pages migrate before they are accessed, instead of one fault at a time.
+    The pages are prefetched: they migrate before they are accessed, instead of one fault at a time.
     """
-    memory = Managed(data.shape, data.dtype)
-    memory.on_cpu.copy_(data)
-    if prefetch:
-        memory.prefetch("cuda")
-    result = work(memory.on_gpu)
-    landed = Managed(result.shape, result.dtype)
-    landed.on_gpu.copy_(result)
-    if prefetch:
-        landed.prefetch("cpu")
+    source = Managed(data.shape, data.dtype)
+    source.on_cpu.copy_(data)
+    source.prefetch(to_gpu=True)
+    result = work(source.on_gpu)
+    target = Managed(result.shape, result.dtype)
+    target.on_gpu.copy_(result)
+    target.prefetch(to_gpu=False)
     torch.cuda.current_stream().synchronize()
-    return landed.on_cpu.clone()
+    return target.on_cpu.clone()
 
 
-def through_pinned_copies(data: torch.Tensor, work: Work) -> torch.Tensor:
+def through_pinned_copies(data: Tensor, work: Work) -> Tensor:
     """Copy `data` to the GPU through page-locked memory, do `work`, return its result on the CPU.
 
     torch caches page-locked memory: after the first call, an allocation takes microseconds.
     """
     staged = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
     result = work(staged.to("cuda", non_blocking=True))
-    landed = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-    landed.copy_(result, non_blocking=True)
+    target = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    target.copy_(result, non_blocking=True)
     torch.cuda.current_stream().synchronize()
-    return landed.clone()
+    return target.clone()
 
 
 class Managed:
@@ -170,20 +155,17 @@ class Managed:
         self.on_cpu = raw_cpu.view(dtype).view(tuple(shape))
         self.on_gpu = raw_gpu.view(dtype).view(tuple(shape))
 
-    def prefetch(self, to: str) -> None:
-        """Migrate the pages to "cpu" or "cuda", on the current stream."""
-        if to not in ("cpu", "cuda"):
-            raise UsageError(f"prefetch to {to!r}: give cpu or cuda")
-        size, on_gpu = self._block.bytes, to == "cuda"
-        pointer, count = ctypes.c_void_p(self._block.address), ctypes.c_size_t(size)
+    def prefetch(self, to_gpu: bool) -> None:
+        """Migrate the pages to the GPU or to the CPU, on the current stream."""
+        block = self._block
+        pointer, count = ctypes.c_void_p(block.address), ctypes.c_size_t(block.bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        where: tuple[Any, ...]
+        place: tuple[Any, ...]
         if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location and flags
-            kind, device = (1, self._block.device) if on_gpu else (2, 0)
-            where = (_Location(kind, device), ctypes.c_uint(0))
+            place = (_Location(*((1, block.device) if to_gpu else (2, 0))), ctypes.c_uint(0))
         else:
-            where = (ctypes.c_int(self._block.device if on_gpu else -1),)
-        _check(_cudart().cudaMemPrefetchAsync(pointer, count, *where, stream), size)
+            place = (ctypes.c_int(block.device if to_gpu else -1),)
+        _check(_cudart().cudaMemPrefetchAsync(pointer, count, *place, stream), block.bytes)
 
 
 class _Block:
@@ -198,17 +180,17 @@ class _Block:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.cuda.current_device()
         self.bytes = size
-        pointer = ctypes.c_void_p()
-        size_t = ctypes.c_size_t(size)
-        _check(_cudart().cudaMallocManaged(ctypes.byref(pointer), size_t, _ATTACH_GLOBAL), size)
+        pointer, count = ctypes.c_void_p(), ctypes.c_size_t(size)
+        # 1 is cudaMemAttachGlobal.
+        _check(_cudart().cudaMallocManaged(ctypes.byref(pointer), count, 1), size)
         assert pointer.value is not None
         self.address = pointer.value
         weakref.finalize(self, _cudart().cudaFree, pointer).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        about = {"shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
-        return {**about, "version": 3, "strides": None}
+        array = {"shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
+        return {**array, "version": 3, "strides": None}
 
 
 class _Location(ctypes.Structure):
@@ -227,11 +209,7 @@ def _check(code: int, size: int) -> None:
 @cache
 def _cudart() -> ctypes.CDLL:
     """Return the CUDA runtime that torch has loaded. A second runtime would have its own state."""
-    maps = Path("/proc/self/maps").read_text()
-    found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", maps)
+    found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", Path("/proc/self/maps").read_text())
     if found is None:
-        raise UsageError(
-            "unified memory needs the CUDA runtime that torch uses, and torch has not loaded it "
-            "as a shared library"
-        )
+        raise UsageError("unified memory needs torch's CUDA runtime, which is not a shared library")
     return ctypes.CDLL(found[1])

@@ -1,10 +1,9 @@
 """The harness of `tutti bench pairs`: both sides alternate in rounds; each round gives one ratio.
 
-In a round, each side makes a few calls. The side that is measured first alternates between rounds,
-so that neither side always runs right after the other. The time of a side in a round is the time of
-its slowest rank. A disturbance longer than a round affects both sides, so the ratio of the two
-times varies less than each time. The speed-up is the median of the ratios, and its spread is the
-interval from the lower to the upper quartile of the ratios.
+In a round, each side makes a few calls, and the side that is measured first alternates between
+rounds. The time of a side in a round is the time of its slowest rank. A disturbance longer than a
+round affects both sides, so the ratio of the two times varies less than each time. The speed-up is
+the median of the ratios, and its spread is the interval between their quartiles.
 """
 
 import math
@@ -21,11 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from tutti.bench import Unsupported
 from tutti.bench.pairs import Pair, PairEntry, Setting
-from tutti.bench.rank_control import RankControl
+from tutti.bench.rank_control import RankControl, try_on_all_ranks
 from tutti.measure.spread import percentile
 from tutti.measure.timing import no_garbage_collection
 from tutti.world.errors import UsageError
-from tutti.world.exchange import gather_json
 
 _MIN_ROUNDS = 6
 _MAX_CALLS = 1000
@@ -34,7 +32,7 @@ _LONG_CALL_SECONDS = 0.05
 
 Row = dict[str, Any]
 Result = TypeVar("Result")
-Snapshot = tuple[list[Any], str]
+Snapshot = tuple[list[Tensor], str]
 
 
 @dataclass
@@ -52,7 +50,7 @@ class PairedRuns:
     setting: Setting
     control: RankControl
     budget: float  # seconds per pair
-    most_rounds: int
+    max_rounds: int
     rows: list[Row] = field(default_factory=list)
     stopped: bool = False
     complete: bool = False  # every pair was measured
@@ -101,7 +99,7 @@ class PairedRuns:
         for side in (baseline, optimized):
             side.seconds = self._time(side)
         both = baseline.seconds + optimized.seconds
-        rounds = max(_MIN_ROUNDS, min(self.most_rounds, int(self.budget / both)))
+        rounds = max(_MIN_ROUNDS, min(self.max_rounds, int(self.budget / both)))
         for side in (baseline, optimized):
             share = self.budget / 2 / rounds / side.seconds
             side.calls = min(_MAX_CALLS, max(1, math.ceil(share)))
@@ -146,24 +144,22 @@ def _figures(baseline: _Side, optimized: _Side) -> Row:
 def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     """Run `action` on every rank. Collective.
 
-    Returns (result, ""), or (None, "skipped: …" or "failed: …") if any rank raised an exception.
-    Unlike rank_control.try_on_all_ranks, this function catches every exception: if a user's pair
-    fails, the error is reported in the row of the pair, and the run continues.
+    Returns (result, ""), or (None, "skipped: …" or "failed: …") if any rank raised an exception. If
+    a user's pair fails, the error is reported in the row of the pair, and the run continues.
     """
-    result, message = None, ""
-    try:
-        result = action()
-    except Unsupported as error:
-        message = f"skipped: {error}"
-    except UsageError as error:
-        message = f"failed: {error}"
-    except Exception as error:
-        lines = str(error).splitlines()
-        message = f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
-    messages = [each for each in gather_json(message) if each]
-    if not messages:
-        return result, ""
-    return None, next((each for each in messages if each.startswith("failed")), messages[0])
+
+    def attempt() -> Result:
+        try:
+            return action()
+        except Unsupported as error:
+            raise UsageError(f"skipped: {error}") from None
+        except UsageError as error:
+            raise UsageError(f"failed: {error}") from None
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            raise UsageError(f"failed: {type(error).__name__}: {first_line}") from None
+
+    return try_on_all_ranks(attempt)
 
 
 # ---- Comparing results ----
@@ -174,34 +170,28 @@ def snapshot(result: Any) -> Snapshot:
     leaves, structure = tree_flatten(result)
     for leaf in leaves:
         if not isinstance(leaf, Tensor | bool | int | float | complex):
+            found = type(leaf).__name__
             raise UsageError(
-                f"a side returned {type(leaf).__name__}, which cannot be compared: return tensors "
-                "or numbers, or lists, tuples and dicts of them"
+                f"a side returned {found}: return tensors or numbers, or lists of them"
             )
-    copies = [e.detach().to("cpu", copy=True) if isinstance(e, Tensor) else e for e in leaves]
-    return copies, str(structure)
+    return [torch.as_tensor(leaf).detach().to("cpu", copy=True) for leaf in leaves], str(structure)
 
 
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:
-    """Return the largest |a - b| / max |a| over all tensors, or inf if structures or shapes differ.
-
-    The maximum of |a| is taken for each tensor separately. NaN differs from every value.
-    """
+    """Return the largest max |a - b| / max |a| of any tensor; inf if shapes differ, and for NaN."""
     (a, a_structure), (b, b_structure) = baseline, optimized
     if a_structure != b_structure:
         return math.inf
     return max(map(_relative_error, a, b), default=0.0)
 
 
-def _relative_error(a: Any, b: Any) -> float:
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
+def _relative_error(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
     if not a.numel():
         return 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    error = float((a.to(wide) - b.to(wide)).abs().max())
+    error, scale = float((a.to(wide) - b.to(wide)).abs().max()), float(a.to(wide).abs().max())
     if error == 0:
         return 0.0
-    scale = float(a.to(wide).abs().max())
     return error / scale if scale > 0 and not math.isnan(error) else math.inf

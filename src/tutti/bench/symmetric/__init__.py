@@ -1,1 +1,0 @@
-"""`tutti bench symmetric`: latency of one-sided operations and of the structures built on them."""
