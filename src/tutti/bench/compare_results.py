@@ -169,7 +169,7 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
 
 
 def environment_differences(old: Content, new: Content) -> list[str]:
-    """Describe how machines and versions differ, which makes times of two results incomparable."""
+    """Describe how the machines and versions of two results differ."""
     before, after = old.get("environment", {}), new.get("environment", {})
     found = []
     for name in ("host", "system", "cpu", "cpus", "cpu_quota", "memory_bytes"):

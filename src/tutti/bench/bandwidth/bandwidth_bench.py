@@ -1,4 +1,4 @@
-"""Run the parts of `tutti bench bandwidth` in order, collect rows, and print them as text."""
+"""Run the parts of `tutti bench bandwidth` in order, collect their rows, and format the output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,7 +260,7 @@ def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
 def _table(
     title: str, label: str, columns: Mapping[str, str], rows: Sequence[Row]
 ) -> Iterator[str]:
-    """Yield the lines of a table: a column from the template `label`, then {title: field}."""
+    """Yield the lines of a table: a column with the template `label`, then `columns` of fields."""
     if not rows:
         return
     lines = [[title, *columns]]

@@ -1,4 +1,4 @@
-"""Point-to-point transfers: messages between ranks, all-reduce from messages, copies of GPUs.
+"""Point-to-point transfers: messages between ranks, all-reduce from messages, GPU copies.
 
 A flow is (source rank, destination rank). The receiver measures the time from the arrival of the
 first window of messages to the arrival of the last window. Neither a late start nor buffering at

@@ -109,7 +109,7 @@ def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _ratio(row: Row, rows: list[Row]) -> str:
-    """Format the speed relative to the first backend, or of grouped calls to single calls."""
+    """Format the speed relative to the first backend, or of a group relative to single calls."""
     kind = (row["placement"], row["timing"])
     comparable = [other for other in rows if (other["placement"], other["timing"]) == kind]
     baseline = comparable[0]
