@@ -119,7 +119,8 @@ class TrafficMeter:
             self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._sent = data_pattern(self._rank, traffic.bytes, self._device)
             self._received = torch.zeros_like(self._sent)
-        self._received.zero_()  # stale data must not pass the check
+        if source is not None:
+            self._received.zero_()  # stale data must not pass the check
         self._control.check_stop()
         if not traffic.windows:
             estimates = self._collect(traffic, self._time(1, 1, to, source))
