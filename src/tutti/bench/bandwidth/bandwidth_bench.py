@@ -95,9 +95,8 @@ class BandwidthBench:
 
     def _measure_traffic(self, group: dist.ProcessGroup) -> None:
         ranks = range(self.world.size)
-        rounds = [[pair] for pair in combinations(ranks, 2)]
-        if self.concurrent:
-            rounds = disjoint_rounds(self.world.size)
+        single = [[pair] for pair in combinations(ranks, 2)]
+        rounds = disjoint_rounds(self.world.size) if self.concurrent else single
         traffic: list[Traffic] = []
         for size in self.sizes:
             for pairs in rounds if "pairs" in self.parts else ():
@@ -323,6 +322,8 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
             yield f"#   {cause if cause.startswith('observed') else 'possible cause: ' + cause}"
     if bench.pairs and not bench.findings:
         unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
-        reason = "they are alone in their class, and the catalogue has no figure"
-        also = f"; {unknown} pairs are unknown: {reason}" if unknown else ""
-        yield f"# verdict: {len(bench.pairs) - unknown} pairs are as fast as their class{also}"
+        reason = "no other pair of the class, no figure in the catalogue"
+        good = len(bench.pairs) - unknown
+        verdicts = [f"{good} pairs are as fast as their class"] if good else []
+        verdicts += [f"{unknown} pairs are unknown: {reason}"] if unknown else []
+        yield f"# verdict: {'; '.join(verdicts)}"

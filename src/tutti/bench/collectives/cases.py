@@ -97,8 +97,8 @@ def case_groups(
     operation = OPERATIONS[op]
     named = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
     placements = [name for name in named if name in operation.placements]
-    # Several small sizes may give the same count; the dict removes duplicates.
-    counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)
+    # Several small sizes may give the same count.
+    counts = sorted({operation.count(size, dtype.itemsize, world.size) for size in sizes})
     return [
         [CollectiveCase(operation, count, dtype, p, world.rank, world.size) for p in placements]
         for count in counts
