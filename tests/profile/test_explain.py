@@ -10,7 +10,7 @@ from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.merged_trace import write_merged_trace
 from tutti.profile.trace_file import TraceFile
 from tutti.report.figures.step_timeline import timeline
-from tutti.report.plot import PART_NAMES
+from tutti.report.plot import NAMES
 from tutti.report.sources import Run, read_sources
 from tutti.world.errors import UsageError
 
@@ -199,8 +199,8 @@ def test_a_batch_of_sends_and_receives_without_a_peer_is_a_bubble(tmp_path: Path
     # The timeline of a report shows the same.
     (figure,) = timeline(Run("run", tmp_path, explanation=explanation))
     drawn = {(row[0], row[2]): row[4] for row in figure.table.rows}
-    assert drawn[1, PART_NAMES["bubble"]] == pytest.approx(0.55)
-    assert (1, PART_NAMES["exposed"]) not in drawn
+    assert drawn[1, NAMES["bubble"]] == pytest.approx(0.55)
+    assert (1, NAMES["exposed"]) not in drawn
 
 
 def test_the_merged_trace_has_aligned_ranks_and_arrows_from_the_late_rank(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Page:
             self._handle_event(message.get("method", ""), message.get("params", {}))
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise is awaited."""
+        """Return the value of an expression in the page; a promise is awaited."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -120,7 +120,7 @@ class Page:
         elif method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(about["exceptionDetails"])[:500])
         elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
-            self.errors.append(str([each.get("value") for each in about["args"]]))
+            self.errors.append(str([argument.get("value") for argument in about["args"]]))
         elif method == "Log.entryAdded" and about["entry"]["level"] == "error":
             self.errors.append(about["entry"]["text"])
 
@@ -160,9 +160,9 @@ def _end(process: subprocess.Popen[str]) -> None:
     """Kill the browser and its children, and wait until they are gone."""
     family = [psutil.Process(process.pid)]
     family += family[0].children(recursive=True)
-    for each in family:
+    for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            member.kill()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 

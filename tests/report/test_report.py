@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 
 from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
-from tutti.report.figures import SECTIONS
 from tutti.report.figures.machine_health import topology
 from tutti.report.figures.scaling_curves import scaling
-from tutti.report.figures.step_communication import communication
-from tutti.report.figures.step_profile import parts, waits
+from tutti.report.figures.step_profile import communication, parts, waits
 from tutti.report.figures.step_timeline import timeline
 from tutti.report.figures.training_curves import runs_table, throughput
-from tutti.report.page import build_page, check_installed, script_json, show
+from tutti.report.page import (
+    SECTIONS,
+    build_page,
+    check_installed,
+    script_json,
+    select,
+    show,
+)
 from tutti.report.plot import MOST_POINTS, Figure, log_axis, thin
 from tutti.report.sources import ReportSources, Result, Run, read_sources
 from tutti.report.summary import tiles
@@ -47,7 +52,7 @@ def test_a_run_directory_becomes_a_page_inside_it(two_ranks: Path, tmp_path: Pat
     assert "2 ranks, layout dp2" in text
 
 
-def test_the_page_of_several_runs_is_written_here_and_its_tiles_name_the_run(
+def test_a_page_of_several_runs_is_in_the_current_directory_and_tiles_name_the_run(
     two_ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [shutil.copytree(two_ranks, tmp_path / name) for name in ("one", "two")]
@@ -86,7 +91,7 @@ def test_a_profiled_run_has_parts_that_add_up_a_timeline_and_a_wait_matrix(two_r
     # The waiting bars add up to the part `wait` of the step.
     assert run.profile is not None
     number = int(line.title.rpartition(" ")[2])
-    for step in (each for each in run.profile["steps"] if each["step"] == number):
+    for step in (row for row in run.profile["steps"] if row["step"] == number):
         bars = [row for row in line.table.rows if row[0] == step["rank"] and row[2] == "wait"]
         assert sum(row[4] for row in bars) == pytest.approx(
             1e3 * step["parts_s"]["wait"], abs=0.01 * length
@@ -115,8 +120,8 @@ def test_scaling_losses_add_up_and_a_forecast_is_labelled() -> None:
         assert sum(trace["x"][number] for trace in lost.traces) == pytest.approx(row[1])
     efficiency = figures["Efficiency over ranks"]
     assert _column(efficiency, "is") == ["measured"] * 3 + ["forecast"] * 3
-    dashed = [each for each in efficiency.traces if each["line"].get("dash") == "dash"]
-    assert [each["name"] for each in dashed] == ["forecast"]
+    dashed = [trace for trace in efficiency.traces if trace["line"].get("dash") == "dash"]
+    assert [trace["name"] for trace in dashed] == ["forecast"]
     assert "below 90 % with 4, 80 % with 8, 50 % with 32 ranks" in efficiency.about
 
 
@@ -130,7 +135,7 @@ def test_the_values_of_a_sweep_are_compared() -> None:
 
     speed, efficiency, lost = scaling(result)
 
-    names = [each["name"] for each in speed.traces]
+    names = [trace["name"] for trace in speed.traces]
     assert names == ["ideal", "--bucket-mb 25", "--bucket-mb 1"]
     assert len(efficiency.table.rows) == len(lost.table.rows) == 6
     assert "4 ranks with --bucket-mb 25 are 3.20 times" in build_page(
@@ -163,15 +168,15 @@ def test_every_recorded_result_has_figures(file: Path) -> None:
 
     made = [
         figure
-        for section in SECTIONS
-        for source in section.select(sources)
-        for maker in section.makers
-        for figure in maker(source)
-        if section.title != "Environment"
+        for title, kind, makers in SECTIONS
+        for source in select(sources, kind)
+        for make in makers
+        for figure in make(source)
+        if title != "Environment"
     ]
 
     assert made
-    assert all(len(row) == len(each.table.head) for each in made for row in each.table.rows)
+    assert all(len(row) == len(figure.table.head) for figure in made for row in figure.table.rows)
 
 
 def test_axes_buckets_and_advice_of_a_profile_are_shown(two_ranks: Path) -> None:
@@ -201,7 +206,7 @@ def test_live_waiting_has_a_curve_for_every_rank(two_ranks: Path) -> None:
     for rank, rows in run.metrics.items():
         rows[:] = [{"step": 13, "wait_fraction": 0.1 + 0.2 * rank}]
 
-    waiting = [each for each in throughput([run]) if "Waiting" in each.title]
+    waiting = [figure for figure in throughput([run]) if "Waiting" in figure.title]
 
     assert [[trace["name"], trace["y"]] for trace in waiting[0].traces] == [
         ["rank 0", [pytest.approx(10.0)]],
@@ -293,7 +298,7 @@ def test_ticks_of_logarithmic_axes_do_not_overlap(values: list[float], at_values
 
 
 def test_displayed_numbers_are_rounded() -> None:
-    assert [show(each) for each in (1234567, 0.123456, 12345.6, None, True)] == [
+    assert [show(value) for value in (1234567, 0.123456, 12345.6, None, True)] == [
         "1,234,567",
         "0.1235",
         "12,346",
@@ -309,7 +314,7 @@ def test_displayed_numbers_are_rounded() -> None:
         ([], "PATH"),
         (["plain.json"], "has no tutti `schema`"),
         (["text.json"], "is not JSON"),
-        (["."], "holds nothing to report"),
+        (["."], "has nothing to report"),
     ],
 )
 def test_wrong_usage_prints_one_line(words: list[str], expected: str, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def _system_is_dark(tab: Page) -> Iterator[None]:
 
 
 def _requested(tab: Page) -> list[str]:
-    return [each for each in tab.requests if not each.startswith("data:")]
+    return [url for url in tab.requests if not url.startswith("data:")]
 
 
 def test_every_plot_is_drawn_and_only_the_file_is_requested(opened: Page, path: Path) -> None:
@@ -99,11 +99,11 @@ def test_the_links_lead_to_the_sections_and_tables_open(opened: Page) -> None:
     sections = opened.evaluate("[...document.querySelectorAll('nav a')].map(a => a.hash)")
 
     assert len(sections) >= 10
-    for each in sections:
-        opened.click(f"nav a[href='{each}']")
-        assert opened.evaluate("location.hash") == each
+    for section in sections:
+        opened.click(f"nav a[href='{section}']")
+        assert opened.evaluate("location.hash") == section
         assert opened.evaluate(
-            f"document.querySelector('{each}').querySelector('figure, article') !== null"
+            f"document.querySelector('{section}').querySelector('figure, article') !== null"
         )
     opened.click("figure:has(.plot) details summary")
     assert opened.evaluate("document.querySelector('figure:has(.plot) details').open")
@@ -118,15 +118,15 @@ def test_a_click_on_a_column_sorts_by_value_and_another_reverses(opened: Page) -
         "t.querySelector('details').open = true; })()"
     )
     column = "[...document.querySelectorAll('#timed tbody tr')].map(r => +r.cells[5].dataset.v)"
-    given = opened.evaluate(column)
+    unsorted = opened.evaluate(column)
 
     opened.click("#timed th:nth-child(6) button")
     rising = opened.evaluate(column)
     opened.click("#timed th:nth-child(6) button")
     falling = opened.evaluate(column)
 
-    assert rising == sorted(given) != given
-    assert falling == sorted(given, reverse=True)
+    assert rising == sorted(unsorted) != unsorted
+    assert falling == sorted(unsorted, reverse=True)
 
 
 def test_copied_numbers_have_all_digits(opened: Page) -> None:

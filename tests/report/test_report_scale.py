@@ -63,6 +63,6 @@ def test_latency_is_unknown_with_one_message_size() -> None:
     (result,) = read_sources([SCALE]).results
     result.content["fit"] |= {"alpha_s": 0.0, "best_case": True}
 
-    fitted = next(each for each in scaling(result) if each.title.startswith("Time of"))
+    fitted = next(fig for fig in scaling(result) if fig.title.startswith("Time of"))
 
     assert "latency unknown" in fitted.about

@@ -148,9 +148,9 @@ def test_the_memory_of_snapshots_is_reused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, model)
         checkpoints.wait()
-        first = checkpoints._snapshot.tensors["model.0.weight"].data_ptr()
+        first = checkpoints._snapshot["model.0.weight"].data_ptr()
         checkpoints.save(2, model)
-        assert checkpoints._snapshot.tensors["model.0.weight"].data_ptr() == first
+        assert checkpoints._snapshot["model.0.weight"].data_ptr() == first
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (None, [1, 2, 3, 4, 5])])
@@ -200,12 +200,12 @@ def test_an_earlier_run_that_is_still_alive_cannot_write(tmp_path: Path, capsys:
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     save_one(tmp_path, 1, small_model())
     others = {
-        r"it does not have 4\.weight, 4\.bias": nn.Sequential(*small_model(), nn.Linear(2, 2)),
-        r"it has 3\.weight, 3\.bias, which this model does not": small_model()[:3],
-        r"its 0\.weight has shape \(8, 4\), this model's \(8, 5\)": nn.Sequential(
+        r"the checkpoint has no 4\.weight, 4\.bias": nn.Sequential(*small_model(), nn.Linear(2, 2)),
+        r"the checkpoint has 3\.weight, 3\.bias, the model does not": small_model()[:3],
+        r"0\.weight is .* \(8, 4\) in the checkpoint, .* \(8, 5\) in the model": nn.Sequential(
             nn.Linear(5, 8), *list(small_model())[1:]
         ),
-        r"its 1\.num_batches_tracked is torch\.int64, this model's torch\.float32": small_model(),
+        r"1\.num_batches_tracked is torch\.int64 .*, torch\.float32": small_model(),
     }
     [*others.values()][3][1].num_batches_tracked = torch.tensor(0.0)
     for complaint, other in others.items():
@@ -223,8 +223,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
     before = bits(other)
     head, tail = other[0].parameters(), other[1:].parameters()
     for complaint, optimizer in {
-        "its optimizer is SGD, this one AdamW": torch.optim.AdamW(other.parameters()),
-        "has 1 parameter groups, this one 2": torch.optim.SGD(
+        "has SGD with 1 .*, the run has AdamW": torch.optim.AdamW(other.parameters()),
+        "has SGD with 1 .*, the run has SGD with 2": torch.optim.SGD(
             [{"params": head}, {"params": tail}], lr=1
         ),
     }.items():
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
 def test_a_checkpoint_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     save_one(tmp_path, 1, small_model())
     model = small_model()
-    with pytest.raises(UsageError, match="saved without an optimizer"):
+    with pytest.raises(UsageError, match="the checkpoint has no optimizer"):
         Checkpoints(tmp_path).load(model, torch.optim.SGD(model.parameters(), lr=1))
 
 
@@ -291,7 +291,7 @@ def test_another_precision_is_converted_and_noted(tmp_path: Path) -> None:
     assert torch.equal(half.weight, model.weight.bfloat16())
 
 
-def test_memory_formats_and_strides_do_not_matter(tmp_path: Path) -> None:
+def test_tensors_with_any_memory_format_are_restored(tmp_path: Path) -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.bias = nn.Parameter(torch.arange(8.0)[::2])
     save_one(tmp_path, 1, model)

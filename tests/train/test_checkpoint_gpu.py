@@ -47,7 +47,7 @@ def test_a_snapshot_is_copied_before_later_work_on_the_stream(tmp_path: Path) ->
     with Checkpoints(tmp_path) as checkpoints:
         for step in range(1, 4):
             checkpoints.save(step, model)
-            assert checkpoints._snapshot.tensors["model.weight"].is_pinned()
+            assert checkpoints._snapshot["model.weight"].is_pinned()
             with torch.no_grad():
                 model.weight.add_(1.0)  # queued on the stream behind the copy
         checkpoints.wait()

@@ -52,8 +52,8 @@ def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[st
         parallel=replace(recipe.parallel, layout=layout),
     )
     stderr = StringIO()
-    given = default_group("gloo") if backend == "gloo" else nullcontext()
-    with given, tempfile.TemporaryDirectory() as folder, redirect_stderr(stderr):
+    group = default_group("gloo") if backend == "gloo" else nullcontext()
+    with group, tempfile.TemporaryDirectory() as folder, redirect_stderr(stderr):
         directory = RunDirectory(Path(gather_json(folder)[0]))
         trainer = Trainer(world, recipe, directory, save=False)
         if world.is_first:
@@ -62,14 +62,14 @@ def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[st
         trainer.model.sleeps = sleeps
         trainer.run()
         lines = map(json.loads, trainer.metrics.path.read_text().splitlines())
-        rows = [each for each in lines if "wait_fraction" in each]
+        rows = [row for row in lines if "wait_fraction" in row]
         gather_json(None)  # after this, all ranks have read their file
     return {
-        "fractions": [each["wait_fraction"] for each in rows],
+        "fractions": [row["wait_fraction"] for row in rows],
         "waited_s": [
-            each["wait_fraction"] * each["seconds_per_step"]
-            for each in rows
-            if each["wait_fraction"] is not None
+            row["wait_fraction"] * row["seconds_per_step"]
+            for row in rows
+            if row["wait_fraction"] is not None
         ],
         "stderr": stderr.getvalue(),
     }
@@ -95,7 +95,7 @@ def runs() -> list[dict[str, Any]]:
 def test_the_other_ranks_wait_as_long_as_the_straggler_sleeps(
     runs: list[dict[str, Any]], backend: str
 ) -> None:
-    waited = [fmean(each[backend]["waited_s"]) for each in runs]
+    waited = [fmean(run[backend]["waited_s"]) for run in runs]
 
     assert waited[LATE] < 0.2 * SLEEP_S
     for rank in set(range(RANKS)) - {LATE}:
@@ -105,16 +105,16 @@ def test_the_other_ranks_wait_as_long_as_the_straggler_sleeps(
 @pytest.mark.measured
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_rank_0_names_the_straggler_once(runs: list[dict[str, Any]], backend: str) -> None:
-    stderr = [each[backend]["stderr"] for each in runs]
+    stderr = [run[backend]["stderr"] for run in runs]
 
     assert stderr[0].count(" late: ") == 1
-    assert f"rank {LATE} is late: the others wait " in stderr[0]
-    assert "% of the step for it (last 2" in stderr[0]  # 20 steps, or a few more
+    assert f"rank {LATE} is late: " in stderr[0]
+    assert "% of the step (last 2" in stderr[0]  # 20 steps, or a few more
     assert not any(stderr[1:])
 
 
 @pytest.mark.measured
-def test_without_the_sleep_no_straggler_is_named_and_the_waiting_is_gone(
+def test_without_the_sleep_no_straggler_is_named_and_ranks_wait_less(
     runs: list[dict[str, Any]],
 ) -> None:
     assert f"rank {LATE} is late" not in runs[0]["even"]["stderr"]
@@ -129,16 +129,16 @@ def test_without_the_sleep_no_straggler_is_named_and_the_waiting_is_gone(
 def test_on_a_gpu_cuda_events_give_the_same_waiting_times() -> None:
     runs = in_world(train, RANKS, "nccl", True, None, gpu=True, timeout=200)
 
-    waited = [fmean(each["waited_s"]) for each in runs]
+    waited = [fmean(run["waited_s"]) for run in runs]
     assert waited.pop(LATE) < 0.2 * SLEEP_S
-    assert all(0.7 * SLEEP_S < each < 1.5 * SLEEP_S for each in waited)
-    assert f"rank {LATE} is late: the others wait " in runs[0]["stderr"]
+    assert all(0.7 * SLEEP_S < seconds < 1.5 * SLEEP_S for seconds in waited)
+    assert f"rank {LATE} is late: " in runs[0]["stderr"]
 
 
 def test_waiting_is_unknown_where_ranks_communicate_in_forward(runs: list[dict[str, Any]]) -> None:
-    fractions = [each["sharded"]["fractions"] for each in runs]
+    fractions = [run["sharded"]["fractions"] for run in runs]
 
-    assert all(fractions) and not any(value is not None for each in fractions for value in each)
+    assert all(fractions) and not any(value is not None for rank in fractions for value in rank)
 
 
 def _status(first: int, owns: list[tuple[float, ...]], seconds: float = 0.1) -> Status:
@@ -168,15 +168,14 @@ def test_several_late_ranks_are_named_in_one_warning_that_is_not_repeated_soon()
     assert stragglers.warning() is None  # fewer than 20 measured steps
     stragglers.add(_status(20, [(0.05, 0.05, 0.07, 0.07)]))
 
-    assert stragglers.warning() == (
-        "ranks 2, 3 are late: the others wait 20 % of the step for them (last 20 steps)"
-    )
+    warning = stragglers.warning() or ""
+    assert "ranks 2, 3 are late" in warning
+    assert "20 % of the step (last 20 steps)" in warning
     stragglers.add(_status(21, [(0.05, 0.05, 0.07, 0.07)] * 20))
     assert stragglers.warning() is None
     stragglers.add(_status(2000, [(0.09, 0.05, 0.05, 0.05)] * 20))
-    assert stragglers.warning() == (
-        "rank 0 is late: the others wait 40 % of the step for it (last 20 steps)"
-    )
+    warning = stragglers.warning() or ""
+    assert "rank 0 is late" in warning and "40 % of the step" in warning
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,14 @@ def test_a_file_changes_only_the_given_keys_of_its_base(tmp_path: Path) -> None:
         ('base = "gpt"\n[optimization]\nlearning_rate = 1', "no key optimization.learning_rate"),
         ('base = "gpt"\n[optimisation]\nlr = 1', "no key optimisation: did you mean optimization"),
         ('base = "gpt"\n[architecture]\nlayer = 1', "did you mean architecture.layers"),
-        ('base = "gpt"\n[optimization]\nlr = "high"', "optimization.lr = 'high': expected float"),
-        ('base = "gpt"\n[optimization]\noptimizer = "lion"', "use one of sgd, adamw"),
+        (
+            'base = "gpt"\n[optimization]\nlr = "high"',
+            "optimization.lr must be a float, got 'high'",
+        ),
+        (
+            'base = "gpt"\n[optimization]\noptimizer = "lion"',
+            "must be one of sgd, adamw, got 'lion'",
+        ),
         ('base = "gpt"\n[architecture]\nheads = 3', "dim 128 over 3 heads"),
         ('base = "gpt"\noptimization = 1', "is a section"),
         ('base = "gtp"', "one of .*gpt"),

@@ -40,9 +40,9 @@ def losses(run: Path, rank: int = 0) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Return the loss of every step of the long run without interruption."""
-    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
     train(*LONG, "--out", out)
     curve = losses(out)
     assert sorted(curve) == list(range(400))
@@ -68,30 +68,30 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
         time.sleep(0.002)
 
 
-def test_a_run_that_was_stopped_and_resumed_is_bit_for_bit_the_undisturbed_one(
-    undisturbed: dict[int, float], tmp_path: Path
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run_bit_for_bit(
+    uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     with started(out) as process:
         wait_for(lambda: list((out / "checkpoints").glob("step-*[0-9]")), process)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    assert "stopped by a signal at step" in said
+        stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, stdout
+    assert "stopped by a signal at step" in stdout
     first_part = losses(out)
     assert 20 <= len(first_part) < 400
     train("--resume", "--out", out, "--ranks", "2")  # the recipe is read from the run directory
-    assert losses(out) == undisturbed
+    assert losses(out) == uninterrupted
     done = train("--resume", "--out", out, "--ranks", "2")
     assert "nothing is left to do" in done.stdout
 
 
-def test_a_rank_killed_during_a_checkpoint_costs_nothing_but_the_steps_since_the_last_one(
-    undisturbed: dict[int, float], tmp_path: Path
+def test_after_a_rank_is_killed_during_a_save_the_run_resumes_from_the_previous_checkpoint(
+    uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     with started(out) as process:
@@ -103,7 +103,7 @@ def test_a_rank_killed_during_a_checkpoint_costs_nothing_but_the_steps_since_the
     assert process.returncode == 128 + signal.SIGKILL
     assert max(losses(out), default=0) < 399
     train(*LONG, "--out", out, "--resume")
-    assert losses(out) == undisturbed
+    assert losses(out) == uninterrupted
     assert not list(checkpoints.glob("*.tmp"))
 
 
@@ -117,7 +117,7 @@ def rank_process(launcher: int, rank: int) -> int:
 EXACT = [*SHORT, "--precision", "float64", "--global-batch", "60", "--steps", "30"]
 
 
-def test_one_and_three_ranks_train_the_same_and_a_run_may_go_on_with_another_number(
+def test_losses_do_not_depend_on_the_number_of_ranks_also_after_resuming(
     tmp_path: Path,
 ) -> None:
     curves = {}
@@ -149,14 +149,14 @@ def ragged_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     "flags", [["--split", "2,1", "--accumulation", "3"], ["--split", "measured", "--no-overlap"]]
 )
-def test_however_the_work_is_cut_the_losses_are_the_same(
+def test_losses_do_not_depend_on_how_the_batch_is_split(
     flags: list[str], ragged_on_one_rank: list[float], tmp_path: Path
 ) -> None:
     train(*RAGGED, *flags, "--ranks", "2", "--out", tmp_path / "run")
     assert list(losses(tmp_path / "run").values()) == pytest.approx(ragged_on_one_rank, rel=1e-9)
 
 
-def test_synchronised_batch_norm_makes_two_ranks_one(tmp_path: Path) -> None:
+def test_two_ranks_with_synchronised_batch_norm_train_as_one_rank(tmp_path: Path) -> None:
     wide = ["--recipe", "wideresnet", "--dataset", "synthetic", "--pixels", "16", "--depth", "10"]
     wide += ["--width", "1", "--precision", "float64", "--global-batch", "12", "--steps", "4"]
     wide += ["--no-evaluate", "--checkpoint-activations", "full"]
@@ -166,7 +166,7 @@ def test_synchronised_batch_norm_makes_two_ranks_one(tmp_path: Path) -> None:
     assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-9)
 
 
-def test_a_run_directory_is_enough_to_repeat_the_run(tmp_path: Path) -> None:
+def test_the_recipe_in_a_run_directory_repeats_the_run(tmp_path: Path) -> None:
     first = tmp_path / "first"
     train(*SHORT, "--steps", "12", "--lr", "0.07", "--ranks", "2", "--out", first)
     assert read_recipe(str(first / "recipe.toml")).optimization.lr == 0.07
@@ -180,9 +180,10 @@ def test_a_run_directory_is_enough_to_repeat_the_run(tmp_path: Path) -> None:
     assert environment["world"]["size"] == 2 and environment["environment"]["versions"]["torch"]
 
 
-def test_the_last_samples_are_evaluated_once_whatever_the_ranks(tmp_path: Path) -> None:
+def test_every_test_sample_is_evaluated_once_with_any_number_of_ranks(tmp_path: Path) -> None:
     base = ["--recipe", "lenet", "--pixels", "8", "--steps", "5", "--precision", "float64"]
-    base += ["--global-batch", "60"]  # 360 test samples
+    # 360 test samples: with a batch of 42, or of 14 on three ranks, the last batch is smaller.
+    base += ["--global-batch", "42"]
     scores = []
     for ranks in ("1", "3"):
         out = tmp_path / ranks
@@ -193,7 +194,7 @@ def test_the_last_samples_are_evaluated_once_whatever_the_ranks(tmp_path: Path) 
     assert scores[1][0] == pytest.approx(scores[0][0], rel=1e-9)
 
 
-def test_ones_own_model_and_data(tmp_path: Path) -> None:
+def test_a_user_model_and_dataset_are_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "def model():\n"
@@ -267,7 +268,7 @@ def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
         (["--depth", "12", "--recipe", "wideresnet"], "depth must be 6n + 4, got 12"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_two(
+def test_wrong_usage_prints_one_line_and_exits_with_code_2(
     flags: list[str], message: str, tmp_path: Path
 ) -> None:
     out = [] if "--out" in flags else ["--out", str(tmp_path / "run")]
@@ -276,7 +277,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_mistake_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_ranks_and_names_the_rank(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os, torch\n"
         "from tutti.data import DataError\n"
@@ -293,7 +294,7 @@ def test_a_mistake_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()  # the run directory was not created
 
 
-def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_for(
+def test_a_run_resumed_with_other_ranks_trains_on_the_same_number_of_samples(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
@@ -309,7 +310,7 @@ def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_fo
     assert (summary["steps"], summary["samples"]) == (23 + 45 + 23, 3 * 1437)
 
 
-def test_an_existing_run_is_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> None:
+def test_an_existing_directory_is_refused_without_resume(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("data")
     done = train(*SHORT, "--steps", "2", "--out", tmp_path, code=2)
     assert "exists and is not empty: add --resume" in done.stderr

@@ -32,9 +32,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(out)
 
 
-def test_a_graph_of_the_step_trains_as_the_eager_step_does(
-    eager: list[float], tmp_path: Path
-) -> None:
+def test_a_cuda_graph_gives_the_losses_of_eager_steps(eager: list[float], tmp_path: Path) -> None:
     # 1437 samples in steps of 32: the last step of an epoch is smaller and runs eagerly.
     train(tmp_path / "run", *LENET, "--no-evaluate", "--cuda-graph")
     # In float32 the order of summation in convolutions may differ, so losses slowly drift apart.
@@ -44,7 +42,7 @@ def test_a_graph_of_the_step_trains_as_the_eager_step_does(
     assert graphed == pytest.approx(eager, rel=0.1)
 
 
-def test_a_graphed_run_resumes(eager: list[float], tmp_path: Path) -> None:
+def test_a_run_with_a_cuda_graph_resumes(eager: list[float], tmp_path: Path) -> None:
     out = tmp_path / "run"
     graphed = [*LENET[:-1], "30", "--no-evaluate", "--cuda-graph", "--schedule", "constant"]
     train(out, *graphed)
@@ -54,7 +52,7 @@ def test_a_graphed_run_resumes(eager: list[float], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--precision", "bf16"], ["--precision", "fp16"], ["--compile"]])
-def test_other_ways_to_compute_learn_as_well(
+def test_reduced_precision_and_compilation_reduce_the_loss(
     flags: list[str], eager: list[float], tmp_path: Path
 ) -> None:
     train(tmp_path / "run", *LENET, "--no-evaluate", *flags)
@@ -62,7 +60,7 @@ def test_other_ways_to_compute_learn_as_well(
     assert last < 0.5 * eager[0]
 
 
-def test_two_ranks_on_one_gpu_train_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu_give_the_losses_of_one_rank(tmp_path: Path) -> None:
     exact = ["--recipe", "lenet", "--device", "cuda", "--precision", "float64", "--steps", "20"]
     exact += ["--global-batch", "60", "--no-evaluate"]
     train(tmp_path / "one", *exact)
@@ -73,7 +71,7 @@ def test_two_ranks_on_one_gpu_train_as_one_does(tmp_path: Path) -> None:
     assert "share one GPU" in summary["sharing_note"]
 
 
-def test_the_gpt_reports_its_share_of_the_peak(tmp_path: Path) -> None:
+def test_the_gpt_reports_its_model_flops_utilization(tmp_path: Path) -> None:
     gpt = ["--recipe", "gpt", "--device", "cuda", "--precision", "bf16", "--steps", "60"]
     done = train(tmp_path / "run", *gpt, "--no-evaluate")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -18,6 +18,7 @@ from worlds import run_tutti
 pytestmark = pytest.mark.timeout(300)
 
 TOLERANCE = 1e-10
+NEW_SEEDS = "the random number generators get new seeds"
 SMALL = ["--recipe", "gpt", "--dataset", "synthetic", "--precision", "float64", "--seq-len", "16"]
 SMALL += ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "64", "--tied"]
 SMALL += ["--clip", "0.5", "--schedule", "constant", "--warmup", "0", "--global-batch", "16"]
@@ -35,19 +36,19 @@ def losses(run: Path, rank: int = 0) -> list[float]:
     return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
 
 
-def test_eight_ranks_train_and_other_layouts_go_on_as_if_nothing_had_happened(
+def test_a_run_of_eight_ranks_resumes_in_other_layouts_with_the_same_losses(
     tmp_path: Path,
 ) -> None:
     alone, eight = tmp_path / "alone", tmp_path / "eight"
     train(*SMALL, "--steps", "5", "--out", alone)
-    right = losses(alone)
+    expected = losses(alone)
 
     train(*SMALL, "--steps", "3", "--ranks", "8", "--layout", "dp2.tp2.pp2", "--out", eight)
     summary = json.loads((eight / "summary.json").read_text())
     assert summary["layout"] == "dp2.tp2.pp2"
     assert summary["plan"]["global_batch"] == 16
     for rank in range(8):  # ranks of every pipeline stage record the loss
-        assert losses(eight, rank) == pytest.approx(right[:3], rel=TOLERANCE)
+        assert losses(eight, rank) == pytest.approx(expected[:3], rel=TOLERANCE)
 
     for layout in ("shard4", "tp2.pp2"):
         run = tmp_path / layout
@@ -55,10 +56,10 @@ def test_eight_ranks_train_and_other_layouts_go_on_as_if_nothing_had_happened(
         flags = ["--resume", "--out", run, "--ranks", "4", "--layout", layout, "--steps", "5"]
         done = train(*flags)
         assert "resumed at step 3" in done.stderr
-        assert losses(run) == pytest.approx(right, rel=TOLERANCE)
+        assert losses(run) == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_a_benchmark_measures_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_a_benchmark_measures_throughput_and_writes_no_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--ranks", "2", "--layout", "shard2", "--steps", "3", "--out", run]
     train(*SMALL[:2], *SMALL[4:], *flags, "--benchmark", "--precision", "float32")
@@ -69,19 +70,12 @@ def test_a_benchmark_measures_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert not (run / "checkpoints").exists()
 
 
-def test_a_tied_pipeline_in_a_v_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_a_pipeline_with_a_v_schedule_and_tied_embeddings_is_saved_and_resumed(
+    tmp_path: Path,
+) -> None:
     """Both copies of the embedding are on rank 0: each must be restored with its state."""
-    flags = [
-        *SMALL,
-        "--ranks",
-        "2",
-        "--layout",
-        "pp2",
-        "--pipeline-schedule",
-        "zbv",
-        "--layers",
-        "4",
-    ]
+    flags = [*SMALL, "--ranks", "2", "--layout", "pp2", "--layers", "4"]
+    flags += ["--pipeline-schedule", "zbv"]
     train(*flags, "--steps", "4", "--out", tmp_path / "whole")
     train(*flags, "--steps", "2", "--out", tmp_path / "half")
     train("--resume", "--out", tmp_path / "half", "--ranks", "2", "--steps", "4")
@@ -108,7 +102,7 @@ def make():
 
 
 @pytest.mark.parametrize("stream", ["--sequence-parallel", "--no-sequence-parallel"])
-def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
+def test_a_resumed_run_draws_the_same_dropout_masks_as_an_uninterrupted_run(
     tmp_path: Path, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "noisy.py").write_text(DROPOUT)
@@ -120,16 +114,16 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "half", other)
     done = train(*resume, tmp_path / "half")
-    assert "start anew" not in done.stderr
-    right = losses(tmp_path / "whole")
-    assert losses(tmp_path / "half") == pytest.approx(right, rel=TOLERANCE)
+    assert "resumed at step 2" in done.stderr and NEW_SEEDS not in done.stderr
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "half") == pytest.approx(expected, rel=TOLERANCE)
 
     # The layout is the same, but the flag changes whether tp ranks share their random numbers.
     flag = {"--sequence-parallel": "--no-sequence-parallel"}.get(stream, "--sequence-parallel")
     done = train(*resume, other, flag)
-    assert "ranks of tp drew other numbers: random generators are seeded anew" in done.stderr
-    assert losses(other)[:2] == pytest.approx(right[:2], rel=TOLERANCE)
-    assert losses(other)[2:] != pytest.approx(right[2:], rel=TOLERANCE)
+    assert f"over tp: {NEW_SEEDS}" in done.stderr
+    assert losses(other)[:2] == pytest.approx(expected[:2], rel=TOLERANCE)
+    assert losses(other)[2:] != pytest.approx(expected[2:], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +140,7 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
         ),
     ],
 )
-def test_a_layout_that_cannot_be_is_one_line_with_the_cure(
+def test_an_impossible_layout_is_refused_in_one_line_with_the_cure(
     flags: list[str], message: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

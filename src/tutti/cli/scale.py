@@ -20,7 +20,7 @@ from tutti.scale.efficiency import Scaling
 from tutti.scale.forecast import Mode, no_forecast
 from tutti.scale.scale_runs import RANKS, Job, PlannedRun, Schedule
 from tutti.scale.scale_table import parse_sweep, scale_lines, sweep_lines, sweep_rows
-from tutti.train.batch_schedule import make_schedule
+from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 

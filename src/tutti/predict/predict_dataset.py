@@ -30,10 +30,9 @@ from tutti.parallel.layout import Layout, ParallelOptions
 from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
-from tutti.train.evaluate import Score
 from tutti.train.init import agree, build_meta_model, load_dataset
 from tutti.train.recipe import Recipe, read_recipe, with_values
-from tutti.train.step import AUTOCAST, IGNORED, as_model_dtype
+from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -98,7 +97,7 @@ class TrainedRun:
         for step in reversed(steps):
             try:
                 index = read_index(directory / step_name(step))
-                return index.tensors["model.embed.weight"].shape[0]
+                return index["tensors"]["model.embed.weight"]["shape"][0]
             except KeyError:
                 problem = f"{step_name(step)} has no embed.weight, so it is not a gpt"
             except Damaged as error:

@@ -28,21 +28,21 @@ function themed(figure) {
       traceorder: "normal", font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
   };
   // A legend of several lines makes the plot taller, not the bars smaller.
-  const letters = figure.data.reduce((sum, each) => sum + (each.name || "").length + 7, 0);
+  const letters = figure.data.reduce((sum, trace) => sum + (trace.name || "").length + 7, 0);
   if (layout.showlegend && narrow) layout.height += 19 * Math.ceil(letters / 48);
   for (const name of ["xaxis", "yaxis"]) {
-    const given = figure.layout[name] || {};
+    const axis = figure.layout[name] || {};
     layout[name] = {
-      automargin: true, gridcolor: line, zerolinecolor: line, linecolor: line, ...given,
+      automargin: true, gridcolor: line, zerolinecolor: line, linecolor: line, ...axis,
       tickfont: { color: soft, size: narrow ? 10.5 : 12 }, fixedrange: narrow,
-      title: { ...(given.title || {}), font: { color: soft, size: 12 }, standoff: 8 },
+      title: { ...(axis.title || {}), font: { color: soft, size: 12 }, standoff: 8 },
     };
   }
   if (narrow && layout.yaxis.type === "category") Object.assign(layout.yaxis, shortened(figure));
   const data = figure.data.map((trace) => {
     const result = { ...trace };
     for (const name of ["error_x", "error_y"]) {
-      if (trace[name]) result[name] = { ...trace[name], color: soft };
+      if (trace[name]) result[name] = { type: "data", thickness: 1.3, ...trace[name], color: soft };
     }
     if (trace.type === "heatmap") {
       result.colorscale = [[0, cold], [1, heat]];
@@ -69,23 +69,23 @@ function draw() {
   }
 }
 
-// The theme attribute is always set: pictures and plots follow it.
+// The theme attribute is always set; pictures and plots use its colours.
 const button = document.getElementById("theme");
 function setTheme(theme) {
   root.dataset.theme = theme;
   button.textContent = theme === "dark" ? "light" : "dark";
   draw();
 }
-const wanted = () => chosen || (system.matches ? "dark" : "light");
+const currentTheme = () => chosen || (system.matches ? "dark" : "light");
 button.addEventListener("click", () => {
   chosen = root.dataset.theme === "dark" ? "light" : "dark";
   setTheme(chosen);
 });
-system.addEventListener("change", () => setTheme(wanted()));
+system.addEventListener("change", () => setTheme(currentTheme()));
 phone.addEventListener("change", draw);
-setTheme(wanted());
+setTheme(currentTheme());
 
-// Tables: a click on a column title sorts by it, numbers by value; a second click reverses.
+// Tables: a click on a column title sorts the rows by that column, a second click reverses them.
 const cell = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent;
 const words = new Intl.Collator(undefined, { numeric: true });
 function compare(a, b) {
@@ -104,12 +104,12 @@ for (const head of document.querySelectorAll("th")) {
   });
 }
 
-// Copied numbers have all digits; those on the page are rounded.
+// Copied numbers have all digits; the numbers on the page are rounded.
 for (const copy of document.querySelectorAll(".copy")) {
   copy.addEventListener("click", async () => {
     const table = copy.parentNode.querySelector("table");
     const text = [...table.rows].map((row) => [...row.cells].map(
-      (each) => each.dataset.v ?? each.textContent.trim()).join("\t")).join("\n");
+      (cell) => cell.dataset.v ?? cell.textContent.trim()).join("\t")).join("\n");
     try {
       await navigator.clipboard.writeText(text);
     } catch { // the clipboard API is not allowed here
@@ -128,7 +128,7 @@ for (const copy of document.querySelectorAll(".copy")) {
 let opened = [];
 addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not(.long):not([open])")];
-  for (const each of opened) each.open = true;
+  for (const details of opened) details.open = true;
   root.dataset.theme = "light";
   for (const plot of plots) {
     const [data, layout] = themed(figures[plot.dataset.figure]);
@@ -136,6 +136,6 @@ addEventListener("beforeprint", () => {
   }
 });
 addEventListener("afterprint", () => {
-  for (const each of opened) each.open = false;
-  setTheme(wanted());
+  for (const details of opened) details.open = false;
+  setTheme(currentTheme());
 });

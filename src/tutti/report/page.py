@@ -8,20 +8,71 @@ the two scripts whose hashes it lists.
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
+from tutti.report.figures import (
+    bench_plots,
+    machine_health,
+    scaling_curves,
+    step_profile,
+    step_timeline,
+    training_curves,
+)
 from tutti.report.plot import plotly_data
 from tutti.report.sources import ReportSources
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
+# Title, selected sources (see `select`), and the functions that make figures of each source. To add
+# a figure, write a generator and list it here.
+SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...] = (
+    ("Runs", "runs", (training_curves.runs_table, training_curves.step_comparison)),
+    ("Training", "runs", (training_curves.loss, training_curves.throughput)),
+    ("Scaling", "tutti.scale", (scaling_curves.scaling, scaling_curves.learning_rates)),
+    (
+        "The step",
+        "profiled",
+        (
+            step_profile.parts,
+            step_timeline.timeline,
+            step_profile.waits,
+            step_profile.overlap,
+            step_profile.utilization,
+            step_profile.memory,
+            step_profile.communication,
+        ),
+    ),
+    ("Collectives", "tutti.bench.collectives", (bench_plots.collectives,)),
+    ("Bandwidth", "tutti.bench.bandwidth", (bench_plots.bandwidth,)),
+    ("Symmetric memory", "tutti.bench.symmetric", (bench_plots.symmetric,)),
+    ("Pairs", "tutti.bench.pairs", (bench_plots.pairs,)),
+    ("Parity", "tutti.parity", (machine_health.parity,)),
+    ("Topology", "tutti.topo tutti.machine", (machine_health.topology,)),
+    ("Health", "tutti.doctor", (machine_health.checks,)),
+    ("Other results", "other", (machine_health.result_tables,)),
+    ("Environment", "all", (machine_health.environments,)),
+)
 # Tables with more rows stay collapsed when the page is printed.
 _LONG_TABLE = 60
 # Errors caused by a damaged or older file: its figure is left out, and a note reports that.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
+
+
+def select(sources: ReportSources, kind: str) -> Sequence[Any]:
+    """Return the sources of a section; `kind` is a word or the schemas of result files."""
+    if kind == "runs":
+        return [sources.runs]
+    if kind == "profiled":
+        return sources.profiled
+    if kind == "all":
+        return [sources]
+    if kind == "other":
+        with_figures = {schema for _, kinds, _ in SECTIONS for schema in kinds.split()}
+        return [result for result in sources.results if result.schema not in with_figures]
+    return sources.of_schema(*kind.split())
 
 
 def check_installed() -> None:
@@ -35,7 +86,7 @@ def check_installed() -> None:
 
 
 def build_page(sources: ReportSources) -> str:
-    """The HTML page as text."""
+    """Return the HTML page as text."""
     check_installed()
     import jinja2
     from markupsafe import Markup
@@ -52,17 +103,17 @@ def build_page(sources: ReportSources) -> str:
         for name, figure in group["figures"]
         if figure.traces
     }
-    room = files("tutti.report")
-    script = (room / "page.js").read_text()
+    folder = files("tutti.report")
+    script = (folder / "page.js").read_text()
     library = get_plotlyjs()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(show=show, value=full_value, picture=_svg_data_url)
-    return environment.from_string((room / "page.html").read_text()).render(
+    environment.filters.update(show=show, value=repr, picture=_svg_data_url)
+    return environment.from_string((folder / "page.html").read_text()).render(
         title=sources.title,
-        style=Markup((room / "page.css").read_text()),
+        style=Markup((folder / "page.css").read_text()),
         library=Markup(library),
         script=Markup(script),
-        hashes=" ".join(f"'sha256-{_sha256(each)}'" for each in (library, script)),
+        hashes=" ".join(f"'sha256-{_sha256(text)}'" for text in (library, script)),
         figures=Markup(script_json(drawn)),
         summary=list(_without_damage(sentences, sources, "the summary", notes)),
         tiles=list(_without_damage(tiles, sources, "the summary's numbers", notes)),
@@ -74,24 +125,22 @@ def build_page(sources: ReportSources) -> str:
 
 
 def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The variables of the template page.html for each section."""
-    from tutti.report.figures import SECTIONS
-
+    """Yield the variables of the template page.html for each section."""
     count = 0
-    for number, section in enumerate(SECTIONS):
+    for number, (title, kind, makers) in enumerate(SECTIONS):
         groups = []
-        for source in section.select(sources):
+        for source in select(sources, kind):
             name = getattr(source, "name", "")
             figures = []
-            for make in section.makers:
-                what = f"{section.title}{f' of {name}' if name else ''}"
+            for make in makers:
+                what = f"{title} of {name}" if name else title
                 for figure in _without_damage(make, source, what, notes):
                     count += 1
                     figures.append((f"figure{count}", figure))
             if figures:
                 groups.append({"name": name, "figures": figures})
         if groups:
-            yield {"id": f"section{number}", "title": section.title, "groups": groups}
+            yield {"id": f"section{number}", "title": title, "groups": groups}
 
 
 def _without_damage(
@@ -100,19 +149,18 @@ def _without_damage(
     try:
         yield from make(source)
     except _DAMAGE as error:
-        kind = "is missing" if isinstance(error, KeyError) else ""
-        notes.append(f"{what}: a part is left out, its file is not as expected: {error} {kind}")
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        notes.append(f"{what}: a part is left out, the file has an unexpected format: {reason}")
 
 
 def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
-    several = len(sources.profiled) > 1
     for run in sources.profiled:
-        for each in (run.profile or {}).get("advice") or []:
-            yield (run.name if several else ""), each
+        for advice in (run.profile or {}).get("advice") or []:
+            yield (run.name if len(sources.profiled) > 1 else ""), advice
 
 
 def show(cell: Any) -> str:
-    """A table cell for display: four digits, no exponent if possible."""
+    """Return a table cell as text: four digits, no exponent if possible."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -128,15 +176,8 @@ def show(cell: Any) -> str:
     return str(cell)
 
 
-def full_value(cell: Any) -> str:
-    """A table cell for sorting and copying: a number with all digits, or the text."""
-    if isinstance(cell, bool) or not isinstance(cell, int | float):
-        return "" if cell is None else show(cell)
-    return repr(cell)
-
-
 def script_json(content: Any) -> str:
-    """JSON that cannot end its script tag: `</script>` and `<!--` cannot occur."""
+    """Return JSON that cannot end its script tag: `</script>` and `<!--` cannot occur."""
     text = json.dumps(content, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -144,7 +185,7 @@ def script_json(content: Any) -> str:
 
 
 def _svg_data_url(svg: str) -> str:
-    """The SVG as an image: it cannot run scripts, and its styles do not affect the page."""
+    """Return an SVG as an image, which cannot run scripts or change the style of the page."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

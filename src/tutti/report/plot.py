@@ -1,14 +1,16 @@
 """Figure: a plot or a picture with a table of its numbers; colours, axes, common plotly traces.
 
-Plots are plain dictionaries for plotly.js. Text from files may appear anywhere except in templates
-(`hovertemplate`, `texttemplate`), in which plotly interprets tags: only tutti.report writes
-templates. All other text is escaped before the page is written.
+Plots are plain dictionaries for plotly.js. All text is escaped before the page is written, except
+templates (`hovertemplate`, `texttemplate`), in which plotly interprets tags: templates never
+contain text from files.
 """
 
+import html
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,35 +18,14 @@ from tutti.measure.units import format_bytes
 
 # The maximum number of points of a curve and rows of its table: the page stays small and printable.
 MOST_POINTS = 400
-_TEMPLATES = ("hovertemplate", "texttemplate")
 
-# The colours of Okabe and Ito, which people with any colour vision can distinguish. A part of a
-# step has the same colour in every figure.
+# As in colours.toml, for marks that are neither a part of a step nor a loss.
 BLUE, SKY, ORANGE, VERMILION = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
-GREEN, PURPLE, GREY, PALE = "#009e73", "#cc79a7", "#7d8590", "#b6bdc7"
-PART_COLOURS = {
-    "compute": BLUE,
-    "hidden": SKY,
-    "exposed": ORANGE,
-    "wait": VERMILION,
-    "bubble": PURPLE,
-    "input": GREEN,
-    "host_gap": GREY,
-    "rest": PALE,
-}
-PART_NAMES = {name: name for name in PART_COLOURS} | {
-    "hidden": "hidden communication",
-    "exposed": "exposed communication",
-    "host_gap": "gaps",
-}
-LOSS_COLOURS = {
-    "exposed_comm": ORANGE,
-    "wait": VERMILION,
-    "bubble": PURPLE,
-    "input": GREEN,
-    "other": GREY,
-}
-LOSS_NAMES = {name: name for name in LOSS_COLOURS} | {"exposed_comm": "exposed communication"}
+GREEN, PURPLE, GREY = "#009e73", "#cc79a7", "#7d8590"
+_STYLE = tomllib.loads(Path(__file__).with_name("colours.toml").read_text())
+_TEXTS = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())
+PART_COLOURS, LOSS_COLOURS = _STYLE["parts"], _STYLE["losses"]
+NAMES = {name: name for name in (*PART_COLOURS, *LOSS_COLOURS)} | _STYLE["names"]
 _SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
 DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
@@ -63,11 +44,8 @@ class Table:
     def numeric(self) -> list[bool]:
         """Whether each column holds only numbers."""
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
-        return [all(_is_number(cell) for cell in column) for column in columns]
-
-
-def _is_number(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
+        kinds = ({type(cell) for cell in column} for column in columns)
+        return [kind <= {int, float, type(None)} for kind in kinds]
 
 
 @dataclass(frozen=True)
@@ -85,34 +63,59 @@ class Figure:
     """Whether the figure has half the width of a wide page."""
 
 
-HalfFigure = partial(Figure, half=True)
-
-
 def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
-    """The value of `source` in each row: `time_us.p50`, `100*share`, `late.rank?` (optional)."""
+    """Return the value of `source` in each row.
+
+    A source is a path such as `time_us.p50` or `spread.0`, with a factor as in `100*share`; a path
+    that ends in `?` may be missing.
+    """
     factor, _, path = source.rpartition("*")
     optional = path.endswith("?")
     values = []
     for row in rows:
         value: Any = row
         for key in path.removesuffix("?").split("."):
-            value = (value or {}).get(key) if optional else value[key]
+            if isinstance(value, list | tuple):
+                value = value[int(key)]
+            else:
+                value = (value or {}).get(key) if optional else value[key]
         values.append(value if value is None or not factor else float(factor) * value)
     return values
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: str) -> Table:
-    """A table with `columns` such as `ranks, step ms=1e3*step_s.mean`: titles and sources."""
-    named = [each.partition("=") for each in columns.split(", ")]
-    values = [column(rows, source or title) for title, _, source in named]
-    return Table([title.removesuffix("?") for title, *_ in named], list(zip(*values, strict=True)))
+    """Return a table with `columns` such as `ranks, step ms=1e3*step_s.mean`: title=source."""
+    pairs = [text.partition("=") for text in columns.split(", ")]
+    values = [column(rows, source or title) for title, _, source in pairs]
+    return Table([title.removesuffix("?") for title, *_ in pairs], list(zip(*values, strict=True)))
 
 
-def grouped(rows: Iterable[Row], name: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """The rows grouped by `name(row)`, in order."""
+def figure(
+    key: str,
+    rows: Sequence[Mapping[str, Any]],
+    traces: Sequence[dict[str, Any]] = (),
+    layout: Mapping[str, Any] | None = None,
+    pictures: tuple[str, str] | None = None,
+    **words: object,
+) -> Figure:
+    """Return a figure with the texts of figures.toml, into which `words` are inserted."""
+    texts = _TEXTS[key]
+    title, about, columns = (texts[k].format(**words) for k in ("title", "about", "columns"))
+    half = texts.get("half", False)
+    numbers = table(rows, columns)
+    return Figure(title, about.strip(), numbers, traces, layout or {}, pictures, half)
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Return the rows for each value of `key(row)`, in order."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        groups.setdefault(name(row), []).append(row)
+        groups.setdefault(key(row), []).append(row)
     return groups
 
 
@@ -123,11 +126,11 @@ def plotly_data(figure: Figure) -> dict[str, Any]:
 
 def _escape(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {name: _escape(each, str(name)) for name, each in value.items()}
+        return {name: _escape(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_escape(each, key) for each in value]
-    if isinstance(value, str) and key not in _TEMPLATES:
-        return value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return [_escape(item, key) for item in value]
+    if isinstance(value, str) and key not in ("hovertemplate", "texttemplate"):
+        return html.escape(value, quote=False)
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no infinity and no nan
     return value
@@ -156,7 +159,7 @@ def curve(
 
     `hover` is a plotly template; without one plotly shows both coordinates.
     """
-    colour = series_colour(number)
+    colour = _SERIES_COLOURS[number % len(_SERIES_COLOURS)]
     symbol = _SYMBOLS[number % len(_SYMBOLS)]
     trace = {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y}
     trace["line"] = {"color": colour, "width": 2} | more.pop("line", {})
@@ -167,40 +170,39 @@ def curve(
 
 
 def heatmap(
-    columns: Sequence[str], rows: Sequence[str], cells: Any, unit: str, **more: Any
-) -> dict[str, Any]:
-    """A heat map; the numbers of a small matrix are printed in the cells."""
-    values = [cell for row in cells for cell in row if cell]
-    return {
+    columns: Sequence[str],
+    rows: Sequence[str],
+    cells: Sequence[Sequence[Any]],
+    unit: str,
+    hover: str,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return traces and layout; the numbers of a small matrix are printed in the cells."""
+    trace = {
         "type": "heatmap",
         "x": columns,
         "y": rows,
         "z": cells,
         "zmin": 0,
-        "zmax": max(values, default=1),
+        "zmax": max((cell for row in cells for cell in row if cell), default=1),
         "hoverongaps": False,
         "xgap": 2,
         "ygap": 2,
         "texttemplate": "%{z:.3~g}" if len(rows) <= 10 else "",
         "colorbar": {"title": {"text": unit}, "thickness": 10},
-        **more,
+        "hovertemplate": f"{hover}<extra></extra>",
     }
-
-
-def heatmap_layout(rows: Sequence[str]) -> dict[str, Any]:
-    return {
+    layout = {
         "height": min(620, 190 + 34 * len(rows)),
         "xaxis": {"type": "category", "side": "top", "showgrid": False},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
+    return [trace], layout
 
 
 def bar_layout(title: str, height: float, **more: Any) -> dict[str, Any]:
     """The layout of horizontal bars: the first label at the top, `title` below the values."""
-    return {"height": height, "xaxis": axis(title), "yaxis": dict(LABEL_AXIS), **more}
-
-
-LABEL_AXIS = {"autorange": "reversed", "type": "category"}
+    labels = {"autorange": "reversed", "type": "category"}
+    return {"height": height, "xaxis": axis(title), "yaxis": labels, **more}
 
 
 def dotted_line(colour: str = GREY, **at: float) -> dict[str, Any]:
@@ -212,11 +214,6 @@ def dotted_line(colour: str = GREY, **at: float) -> dict[str, Any]:
     return {"type": "line", f"{across}ref": "paper", **ends, "line": line}
 
 
-def series_colour(number: int) -> str:
-    """The colour of a numbered run, backend or rank."""
-    return _SERIES_COLOURS[number % len(_SERIES_COLOURS)]
-
-
 def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **more}
 
@@ -226,12 +223,17 @@ def log_axis(
 ) -> dict[str, Any]:
     """A logarithmic axis with explicit ticks that do not overlap.
 
-    Ticks are at round numbers, or at `values` if `at_values` is set.
+    Ticks are at 1, 2 and 5 times the powers of ten (over many decades only at the powers of ten),
+    or at `values` if `at_values` is set.
     """
     ticks = sorted({value for value in values if value and value > 0})
     if len(ticks) > 1 and not at_values:
-        round_ticks = _round_ticks(ticks[0], ticks[-1])
-        ticks = round_ticks if len(round_ticks) > 1 else ticks
+        first, last = math.floor(math.log10(ticks[0])), math.ceil(math.log10(ticks[-1]))
+        factors = (1, 2, 5) if last - first <= 4 else (1,)
+        powers = range(first, last + 1)
+        candidates = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [tick for tick in candidates if 0.99 * ticks[0] <= tick <= 1.01 * ticks[-1]]
+        ticks = inside if len(inside) > 1 else ticks
     ticks = _spaced(ticks)
     return axis(
         title,
@@ -243,29 +245,22 @@ def log_axis(
     )
 
 
-def size_figure(
-    title: str,
-    about: str,
-    numbers: Table,
-    lines: Mapping[str, Sequence[Row]],
-    source: str,
-    unit: str,
-    height: int | None = None,
-    **more: Any,
-) -> Figure:
-    """A value over message size, both logarithmic, with a line for each group of rows.
+def size_curves(
+    lines: Mapping[str, Sequence[Row]], source: str, unit: str, **more: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return traces and layout of a value over message size, with a line for each group of rows.
 
-    Ticks are at message sizes that occur, such as 64 KiB. A value of 0 is left out, because it has
-    no logarithm.
+    Both axes are logarithmic. Ticks are at message sizes that occur, such as 64 KiB. A value of 0
+    is left out, because it has no logarithm.
     """
-    every = [row for rows in lines.values() for row in rows]
     values = {name: [value or None for value in column(lines[name], source)] for name in lines}
-    ticks = _spaced(sorted({row["bytes"] for row in every if row["bytes"]}), 0.13)
+    sizes = {row["bytes"] for rows in lines.values() for row in rows if row["bytes"]}
+    ticks = _spaced(sorted(sizes), 0.13)
     size_axis = axis("message", type="log", tickmode="array", tickvals=ticks, tickangle=0)
     size_axis["ticktext"] = [format_bytes(size) for size in ticks]
     layout = {
         "xaxis": size_axis,
-        "yaxis": log_axis(unit, [value for each in values.values() for value in each]),
+        "yaxis": log_axis(unit, [value for line in values.values() for value in line]),
         "showlegend": True,
     }
     traces = [
@@ -280,21 +275,11 @@ def size_figure(
         )
         for number, (name, rows) in enumerate(lines.items())
     ]
-    return HalfFigure(
-        title, about, numbers, traces, layout | ({"height": height} if height else {})
-    )
-
-
-def _round_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten in a range; in a long range only the powers of ten."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if last - first <= 4 else (1,)
-    candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    return [tick for tick in candidates if 0.99 * low <= tick <= 1.01 * high]
+    return traces, layout
 
 
 def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
-    """The ticks that are at least a fraction `gap` of the logarithmic axis apart."""
+    """Return ticks that are at least a fraction `gap` of the logarithmic axis apart."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick >= kept[-1] * (ticks[-1] / ticks[0]) ** gap:
@@ -303,9 +288,7 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS points, each the mean of the same number of neighbouring points."""
-    count = -(-len(points) // MOST_POINTS)
-    if count <= 1:
-        return list(points)
-    stretches = [points[start : start + count] for start in range(0, len(points), count)]
-    return [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in stretches]
+    """Return at most MOST_POINTS points, each the mean of the same number of neighbours."""
+    size = max(1, -(-len(points) // MOST_POINTS))
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]

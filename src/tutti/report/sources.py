@@ -1,22 +1,21 @@
 """Find and read the sources of a page: run directories, scaling folders, result files.
 
 A path that the user names must exist and be a file or folder of tutti. Inside a run directory files
-may be missing, and a damaged file becomes a note: the rest is shown.
+may be missing. A damaged file is not shown, and a note on the page names it.
 """
 
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.trace_file import is_merged
 from tutti.world.errors import UsageError
-
-if TYPE_CHECKING:
-    from tutti.profile.explain import Explanation
 
 _RUN_FILES = ("recipe.toml", "summary.json", "environment.json", "metrics", "traces")
 ACCEPTED = (
@@ -28,34 +27,12 @@ _TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
 @dataclass
-class Source:
-    """A run or a result, with a name that is unique on the page."""
-
-    name: str
-    path: Path
-
-    @property
-    def environment(self) -> dict[str, Any] | None:
-        """The recorded environment of the measurement; never that of the current machine."""
-        found = (each.get("environment") for each in self.documents)
-        return next((each for each in found if isinstance(each, dict)), None)
-
-    @property
-    def command(self) -> str | None:
-        """The command that wrote the source."""
-        found = (each.get("command") for each in self.documents)
-        return next((" ".join(map(str, each)) for each in found if isinstance(each, list)), None)
-
-    @property
-    def documents(self) -> Sequence[dict[str, Any]]:
-        """The JSON documents that may contain an environment and a command."""
-        return ()
-
-
-@dataclass
-class Run(Source):
+class Run:
     """One training run or one profiled program; absent parts are empty."""
 
+    name: str
+    """Unique on the page."""
+    path: Path
     recipe: dict[str, Any] = field(default_factory=dict)
     """Flattened, with keys such as `optimization.lr`."""
     summary: dict[str, Any] = field(default_factory=dict)
@@ -64,20 +41,23 @@ class Run(Source):
     metrics: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """The rows of each rank."""
     profile: dict[str, Any] | None = None
-    explanation: "Explanation | None" = None
+    explanation: Explanation | None = None
     """None if there is only the JSON of a profile, which has no intervals."""
     in_detail: bool = True
     """Whether the steps are shown: in a scaling folder, only for the runs with the most ranks."""
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
+        """The JSON documents that may contain an environment and a command."""
         return self.started, self.summary, self.profile or {}
 
 
 @dataclass
-class Result(Source):
+class Result:
     """A JSON file that a command wrote."""
 
+    name: str
+    path: Path
     schema: str
     """The schema without its version, such as tutti.bench.collectives."""
     content: dict[str, Any]
@@ -85,6 +65,11 @@ class Result(Source):
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
         return (self.content,)
+
+
+def recorded(source: Run | Result, key: str) -> Any:
+    """Return the first recorded value of a key (environment or command), or None."""
+    return next((found for doc in source.documents if (found := doc.get(key))), None)
 
 
 @dataclass
@@ -97,7 +82,7 @@ class ReportSources:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def all(self) -> list[Source]:
+    def all(self) -> list[Run | Result]:
         return [*self.runs, *self.results]
 
     @property
@@ -106,7 +91,7 @@ class ReportSources:
         return [run for run in self.runs if run.profile is not None and run.in_detail]
 
     def of_schema(self, *schemas: str) -> list[Result]:
-        return [each for schema in schemas for each in self.results if each.schema == schema]
+        return [result for name in schemas for result in self.results if result.schema == name]
 
 
 def read_sources(paths: Sequence[Path]) -> ReportSources:
@@ -115,14 +100,22 @@ def read_sources(paths: Sequence[Path]) -> ReportSources:
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     sources = ReportSources(", ".join(names[:3]) + rest)
     for path in paths:
-        before = len(sources.all)
+        count = len(sources.all)
         if path.is_dir():
             _read_directory(path, sources)
         else:
             _read_file(path, sources)
-        if len(sources.all) == before:
-            raise UsageError(f"{path} holds nothing to report: name {ACCEPTED}")
-    _make_names_unique(sources.all)
+        if len(sources.all) == count:
+            raise UsageError(f"{path} has nothing to report: give {ACCEPTED}")
+    # Equal names get the names of their folders; names that are still equal get a number.
+    count_of = Counter(source.name for source in sources.all)
+    for source in sources.all:
+        if count_of[source.name] > 1:
+            source.name = f"{source.path.resolve().parent.name}/{source.name}"
+    count_of = Counter(source.name for source in sources.all)
+    for number, source in enumerate(sources.all):
+        if count_of[source.name] > 1:
+            source.name = f"{source.name} ({number + 1})"
     return sources
 
 
@@ -136,47 +129,48 @@ def _read_file(path: Path, sources: ReportSources) -> None:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}: name {ACCEPTED}") from None
-    result = _result(path, content)
-    if result is None:
-        raise UsageError(f"{path} has no tutti `schema`: name {ACCEPTED}")
-    _add_result(result, sources)
+        raise UsageError(f"{path} is not JSON: {error}: give {ACCEPTED}") from None
+    if not _add_result(path, content, sources):
+        raise UsageError(f"{path} has no tutti `schema`: give {ACCEPTED}")
 
 
 def _read_directory(path: Path, sources: ReportSources) -> None:
-    results = []
-    for each in sorted(path.glob("*.json")):
-        if each.name in _RUN_FILES or is_merged(each):
-            continue
-        try:
-            if not _is_trace(each):
-                results.append(_result(each, json.loads(each.read_text())))
-        except (OSError, ValueError) as error:
-            sources.notes.append(f"{each} is left out: {error}")
     if any((path / name).exists() for name in _RUN_FILES) or _traces_in(path):
         sources.runs.append(_read_run(path, sources))
-    for result in filter(None, results):
-        # A profile beside the traces that it was made from adds nothing.
-        if result.schema != "tutti.profile" or not (path / "traces").is_dir():
-            _add_result(result, sources)
-        if result.schema == "tutti.scale":
-            _read_scale_runs(path, result.content, sources)
+    for file in sorted(path.glob("*.json")):
+        if file.name in _RUN_FILES or is_merged(file):
+            continue
+        try:
+            if _is_trace(file):
+                continue
+            content = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            sources.notes.append(f"{file} is left out: {error}")
+            continue
+        schema = _add_result(file, content, sources, skip_profile=(path / "traces").is_dir())
+        if schema == "tutti.scale":
+            _read_scale_runs(path, content, sources)
 
 
-def _add_result(result: Result, sources: ReportSources) -> None:
-    if result.schema == "tutti.profile":
-        sources.runs.append(Run(result.name, result.path, profile=result.content))
-    elif result.schema == "tutti.train":
-        sources.runs.append(Run(result.name, result.path, summary=result.content))
-    else:
-        sources.results.append(result)
+def _add_result(
+    path: Path, content: Any, sources: ReportSources, skip_profile: bool = False
+) -> str | None:
+    """Add a result file to the sources; returns its schema, or None if it has none.
 
-
-def _result(path: Path, content: Any) -> Result | None:
+    skip_profile: the profile is beside the traces from which it was made, so it adds nothing.
+    """
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, str) or not schema.startswith("tutti."):
         return None
-    return Result(path.stem, path, schema.partition("/")[0], content)
+    schema = schema.partition("/")[0]
+    if schema == "tutti.profile":
+        if not skip_profile:
+            sources.runs.append(Run(path.stem, path, profile=content))
+    elif schema == "tutti.train":
+        sources.runs.append(Run(path.stem, path, summary=content))
+    else:
+        sources.results.append(Result(path.stem, path, schema, content))
+    return schema
 
 
 def _read_run(path: Path, sources: ReportSources) -> Run:
@@ -188,13 +182,10 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
         if number := re.fullmatch(r"rank(\d+)", file.stem):
             run.metrics[int(number[1])] = _read_metrics(file, sources)
     try:
-        from tutti.profile.explain import trace_files
-
         files = trace_files(path) if (path / "traces").is_dir() else []
     except UsageError:
         files = []
-    files = files or _traces_in(path)
-    if files:
+    if files := files or _traces_in(path):
         _explain(run, files, sources)
     return run
 
@@ -202,15 +193,14 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
 def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources) -> None:
     """Read one repeat of each number of ranks and each swept value.
 
-    This is the repeat whose folder is in scale.json, otherwise the first repeat: repeats differ
-    only by noise.
+    The repeat is the one whose folder is in scale.json, otherwise the first repeat.
     """
     rows = [*(content.get("rows") or []), *(content.get("sweep") or [])]
-    named = {Path(row["folder"]).name for row in rows if row.get("folder")}
+    in_rows = {Path(row["folder"]).name for row in rows if row.get("folder")}
     found: dict[tuple[str, int], list[tuple[bool, int, Path]]] = {}
     for folder in path.glob("*ranks*-repeat*"):
         if name := re.fullmatch(r"(.*)ranks(\d+)-repeat(\d+)", folder.name):
-            entry = (folder.name not in named, int(name[3]), folder)
+            entry = (folder.name not in in_rows, int(name[3]), folder)
             found.setdefault((name[1], int(name[2])), []).append(entry)
     for flags, ranks in sorted(found):
         run = _read_run(min(found[flags, ranks])[-1], sources)
@@ -219,8 +209,6 @@ def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources
 
 
 def _explain(run: Run, files: Sequence[Path], sources: ReportSources) -> None:
-    from tutti.profile.explain import explain
-
     try:
         run.explanation = explain(files)
         run.profile = run.explanation.rows()
@@ -256,11 +244,14 @@ def _read_metrics(path: Path, sources: ReportSources) -> list[dict[str, Any]]:
 
 
 def _traces_in(path: Path) -> list[Path]:
-    return [each for each in sorted(path.glob("*.json*")) if _is_trace(each)]
+    return [file for file in sorted(path.glob("*.json*")) if _is_trace(file)]
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether a file is the trace of one rank, from its first bytes; any gzipped file counts."""
+    """Return whether a file is the trace of one rank, from its first bytes.
+
+    Every gzipped file counts as a trace.
+    """
     if path.name.startswith(".") or not path.is_file() or is_merged(path):
         return False
     with path.open("rb") as file:
@@ -272,7 +263,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with keys such as `time_us.p50`."""
+    """Return nested dictionaries as one, with keys such as `time_us.p50`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -280,14 +271,3 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _make_names_unique(sources: Sequence[Source]) -> None:
-    """Prefix equal names with their folders, then number the names that are still equal."""
-    names = [each.name for each in sources]
-    for each in sources:
-        if names.count(each.name) > 1:
-            each.name = f"{each.path.resolve().parent.name}/{each.name}"
-    for number, each in enumerate(sources):
-        if [one.name for one in sources].count(each.name) > 1:
-            each.name = f"{each.name} ({number + 1})"

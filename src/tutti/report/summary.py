@@ -1,16 +1,15 @@
 """The beginning of a page: a summary in sentences, and a few large numbers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from tutti.report.plot import LOSS_NAMES, grouped
-from tutti.report.sources import ReportSources, Result, Run
+from tutti.report.plot import NAMES, count, grouped
+from tutti.report.sources import ReportSources, Result, Run, recorded
 
 Rows = list[dict[str, Any]]
 
-# The parts of a step in which a rank does not compute, and their names in sentences.
+# The parts of a step in which a rank does not compute, and their names in the summary.
 LOST_PARTS = {
     "exposed": "exposed communication",
     "wait": "waiting for ranks",
@@ -18,45 +17,38 @@ LOST_PARTS = {
     "input": "waiting for input",
     "host_gap": "gaps",
 }
-_MOST_RUNS = 3  # of more runs the summary gives only the number
+_MOST_RUNS = 3  # if there are more runs, the summary gives only their number
 
 
-@dataclass(frozen=True)
-class KeyNumbers:
-    """The most important numbers of a run; None if unknown."""
+class KeyNumbers(NamedTuple):
+    """The most important numbers of a run; None if unknown. Shares are means over ranks."""
 
     ranks: int | None
     backend: str | None
-    samples_per_s: float | None
     step_s: float | None
-    computing: float | None
-    """Share of the step with compute (with or without hidden communication), mean over ranks."""
-    lost: dict[str, float]
-    """Share of the step of each part in LOST_PARTS, mean over ranks, the largest first."""
-    late: dict[str, Any] | None
-    """The row of the straggler for which the other ranks wait longest."""
+    computing: float | None  # share of the step with compute, with or without communication
+    largest_loss: tuple[str, float]  # the part in LOST_PARTS with the largest share of the step
+    late: dict[str, Any] | None  # the straggler for which the other ranks wait longest
 
 
 def key_numbers(run: Run) -> KeyNumbers:
-    """The key numbers from the summary; numbers that the summary lacks are from the traces."""
     profile = run.profile or {}
     rows = profile.get("ranks") or []
     world = run.summary.get("world") or run.started.get("world") or {}
     lost = {name: fmean(row["parts_share"][name] for row in rows) for name in LOST_PARTS if rows}
-    late = [each for each in profile.get("stragglers") or [] if each["straggler"]]
+    late = [row for row in profile.get("stragglers") or [] if row["straggler"]]
     return KeyNumbers(
         ranks=world.get("size") or profile.get("world_size"),
         backend="+".join(sorted({row["backend"] for row in rows})) or None,
-        samples_per_s=run.summary.get("samples_per_s"),
         step_s=fmean(row["step_s"]["mean"] for row in rows) if rows else None,
         computing=fmean(row["busy"] for row in rows) if rows else None,
-        lost=dict(sorted(lost.items(), key=lambda item: -item[1])),
+        largest_loss=max(lost.items(), key=lambda item: item[1], default=("", 0.0)),
         late=late[0] if late else None,
     )
 
 
 def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, float]]:
-    """(step, value) pairs of a metric on one rank, by default the lowest rank with metrics."""
+    """Return (step, value) pairs of a metric on one rank, by default the lowest rank."""
     if not run.metrics:
         return []
     rows = run.metrics.get(min(run.metrics) if rank is None else rank, [])
@@ -66,7 +58,7 @@ def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, fl
 
 
 def scale_rows(result: Result) -> dict[str, Rows]:
-    """The rows of a scaling series for each set of swept flags, sorted by number of ranks."""
+    """Return the rows of a scaling series for each set of swept flags, sorted by ranks."""
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
         if "efficiency" in row:
@@ -75,23 +67,16 @@ def scale_rows(result: Result) -> dict[str, Rows]:
 
 
 def best_scale_rows(result: Result) -> Rows:
-    """The rows of the flags that were fastest with the most ranks, if flags were swept."""
+    """Return the rows of the series that was fastest with the most ranks."""
     found = scale_rows(result).values()
     return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
 
 
 def learning_rate_rows(result: Result) -> Rows:
-    """The rows of a learning rate sweep, sorted; they have losses instead of efficiency."""
+    """Return the sorted rows of a learning rate sweep, which have losses and no efficiency."""
     rows = [row for row in result.content.get("sweep") or [] if "final_loss" in row]
-    return sorted(rows, key=lambda row: (row["ranks"], learning_rate(row)))
-
-
-def learning_rate(row: dict[str, Any]) -> float:
-    return float(row["flags"]["lr"])
-
-
-def throughput_unit(result: Result) -> str:
-    return result.content.get("unit") or "samples/s"
+    with_rate = [row | {"lr": float(row["flags"]["lr"])} for row in rows]
+    return sorted(with_rate, key=lambda row: (row["ranks"], row["lr"]))
 
 
 def flag_words(row: dict[str, Any]) -> str:
@@ -99,22 +84,21 @@ def flag_words(row: dict[str, Any]) -> str:
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Name and share of the largest cause of lost efficiency; `other` is split into its causes."""
-    causes = {LOSS_NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
+    """Return name and share of the largest cause of lost efficiency; `other` is split."""
+    causes = {NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
     names = {"compute": "slower compute", "gaps": "more gaps"}
     for name, share in (row.get("other") or {"rest": row["loss"]["other"]}).items():
         causes[names.get(name, name)] = share
-    name = max(causes, key=lambda each: float(causes[each]))
+    name = max(causes, key=lambda cause: float(causes[cause]))
     return name, causes[name]
 
 
 def sentences(sources: ReportSources) -> Iterator[str]:
-    """The sentences of the summary: scaling first, then runs, checks and benchmarks."""
+    """Yield the sentences of the summary: scaling first, then runs, checks and benchmarks."""
     scalings = sources.of_schema("tutti.scale")
     for result in scalings:
         yield from _scale_sentences(result)
-    # The curve of a scaling series shows more than its single runs. So only the last profiled run,
-    # which has the most ranks, is described.
+    # Of the runs of a scaling series only the last profiled run, with the most ranks, is described.
     runs = sources.profiled[-1:] if scalings else sources.runs
     if len(runs) <= _MOST_RUNS:
         for run in runs:
@@ -124,22 +108,21 @@ def sentences(sources: ReportSources) -> Iterator[str]:
     for result in sources.of_schema("tutti.parity"):
         rows = [row for row in result.content["rows"] if not row.get("not_applicable")]
         failed = [row["layout"] for row in rows if not row["ok"]]
+        verdict = "all agree with one device"
         if failed:
-            names = ", ".join(failed)
-            yield f"{len(rows)} layouts: {len(failed)} differ from one device ({names})."
-        else:
-            yield f"{len(rows)} layouts: all agree with one device."
+            verdict = f"{len(failed)} differ from one device ({', '.join(failed)})"
+        yield f"{len(rows)} layouts: {verdict}."
     for result in sources.of_schema("tutti.doctor"):
         checks = result.content["checks"]
-        failed = [each["id"] for each in checks if each["status"] == "fail"]
-        warnings = sum(each["status"] == "warn" for each in checks)
+        failed = [check["id"] for check in checks if check["status"] == "fail"]
+        warnings = count(sum(check["status"] == "warn" for check in checks), "warning")
         names = f" ({', '.join(failed[:4])})" if failed else ""
-        plural = "s" * (warnings != 1)
-        yield f"{len(checks)} checks: {len(failed)} failed{names}, {warnings} warning{plural}."
-    benches = [each for each in sources.results if each.schema.startswith("tutti.bench.")]
+        yield f"{len(checks)} checks: {len(failed)} failed{names}, {warnings}."
+    benches = [result for result in sources.results if result.schema.startswith("tutti.bench.")]
     if benches:
-        kinds = sorted({each.schema.removeprefix("tutti.bench.") for each in benches})
-        hosts = sorted({str(each.environment["host"]) for each in benches if each.environment})
+        kinds = sorted({result.schema.removeprefix("tutti.bench.") for result in benches})
+        environments = [recorded(result, "environment") for result in benches]
+        hosts = sorted({str(found["host"]) for found in environments if found})
         where = f", measured on {', '.join(hosts)}" if hosts else ""
         yield f"Benchmarks: {', '.join(kinds)}{where}."
 
@@ -151,8 +134,8 @@ def _scale_sentences(result: Result) -> Iterator[str]:
         if finished:
             best = min(finished, key=lambda row: float(row["final_loss"]))
             yield (
-                f"Of {len(rates)} learning rates with {_count(ranks, 'rank')}, "
-                f"{learning_rate(best):g} has the lowest final loss: {best['final_loss']:.4g}."
+                f"Of {len(rates)} learning rates with {count(ranks, 'rank')}, "
+                f"{best['lr']:g} has the lowest final loss: {best['final_loss']:.4g}."
             )
     rows = best_scale_rows(result)
     if len(rows) < 2:
@@ -160,26 +143,23 @@ def _scale_sentences(result: Result) -> Iterator[str]:
     first, last = rows[0], rows[-1]
     lost = 1 - last["efficiency"]
     flags = f" with {flag_words(last)}" if "flags" in last else ""
-    text = (
+    yield (
         f"{last['ranks']} ranks{flags} are {last['speedup']:.2f} times as fast as "
-        f"{_count(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
+        f"{count(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
     )
     name, share = largest_loss(last)
     if lost > 0 and share > 0:
-        text += (
-            f" The largest cause of the lost {100 * lost:.0f} % is {name}, "
-            f"{100 * share:.0f} % of the step."
-        )
-    yield text
+        percent = f"{100 * share:.0f} % of the step"
+        yield f"The largest cause of the lost {100 * lost:.0f} % is {name}, {percent}."
 
 
 def _run_sentences(run: Run) -> Iterator[str]:
     numbers = key_numbers(run)
-    facts = [_count(numbers.ranks, "rank")] if numbers.ranks else []
+    facts = [count(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
-    if numbers.samples_per_s is not None:
-        facts.append(f"{numbers.samples_per_s:,.0f} samples/s")
+    if run.summary.get("samples_per_s") is not None:
+        facts.append(f"{run.summary['samples_per_s']:,.0f} samples/s")
     if losses := metric(run, "loss"):
         facts.append(f"loss {losses[0][1]:.3g} to {losses[-1][1]:.3g} in {len(losses)} steps")
     if run.summary.get("reason"):
@@ -187,18 +167,15 @@ def _run_sentences(run: Run) -> Iterator[str]:
     if facts:
         yield f"{run.name}: {', '.join(facts)}."
     if numbers.step_s is not None and numbers.computing is not None:
-        text = (
-            f"A step takes {1e3 * numbers.step_s:.1f} ms; ranks compute for "
-            f"{100 * numbers.computing:.0f} % of it"
-        )
-        name, share = next(iter(numbers.lost.items()), ("", 0.0))
+        name, share = numbers.largest_loss
         lost = f"; the largest loss is {LOST_PARTS[name]}, {100 * share:.0f} %" if share else ""
-        yield f"{text}{lost}."
+        computing = f"ranks compute for {100 * numbers.computing:.0f} % of the step"
+        yield f"A step takes {1e3 * numbers.step_s:.1f} ms; {computing}{lost}."
     if numbers.late is not None:
         cost, share = numbers.late["cost_s"]["mean"], numbers.late["cost_share"]
         yield (
-            f"Rank {numbers.late['rank']} is late: the others wait {1e3 * cost:.1f} ms per step "
-            f"for it ({100 * share:.0f} %)."
+            f"Rank {numbers.late['rank']} is late: the other ranks wait {1e3 * cost:.1f} ms per "
+            f"step ({100 * share:.0f} %)."
         )
 
 
@@ -211,12 +188,13 @@ class Tile(NamedTuple):
 
 
 def tiles(sources: ReportSources) -> Iterator[Tile]:
-    """Throughput, efficiency, largest loss and straggler of the scaling or of the first run."""
+    """Yield throughput, efficiency, largest loss and straggler of the scaling or the first run."""
     scalings = sources.of_schema("tutti.scale")
     run = next(iter(sources.profiled[-1:] if scalings else sources.runs[:1]), None)
     for last in best_scale_rows(scalings[0])[-1:] if scalings else []:
         ranks = f"with {last['ranks']} ranks"
-        yield Tile(f"{last['samples_per_s']:,.0f}", throughput_unit(scalings[0]), ranks)
+        unit = scalings[0].content.get("unit") or "samples/s"
+        yield Tile(f"{last['samples_per_s']:,.0f}", unit, ranks)
         yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", ranks)
         name, share = largest_loss(last)
         if share > 0:
@@ -226,20 +204,16 @@ def tiles(sources: ReportSources) -> Iterator[Tile]:
     numbers = key_numbers(run)
     where = f", in {run.name}" if len(sources.runs) > 1 else ""
     if not scalings:
-        if numbers.samples_per_s is not None:
-            yield Tile(f"{numbers.samples_per_s:,.0f}", "samples/s", run.name)
+        if run.summary.get("samples_per_s") is not None:
+            yield Tile(f"{run.summary['samples_per_s']:,.0f}", "samples/s", run.name)
         if numbers.computing is not None:
             yield Tile(f"{100 * numbers.computing:.0f} %", "computing", f"of the step{where}")
-        name, share = next(iter(numbers.lost.items()), ("", 0.0))
+        name, share = numbers.largest_loss
         if share > 0:
             about = f"of the step{where}: the largest loss"
             yield Tile(f"{100 * share:.0f} %", LOST_PARTS[name], about)
     if numbers.late is not None:
-        cost = f"the others wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms per step{where}"
+        cost = f"other ranks wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms per step{where}"
         yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
     elif run.profile is not None and (numbers.ranks or 1) > 1:
-        yield Tile("no rank", "is late", f"no rank makes the others wait{where}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+        yield Tile("no rank", "is late", f"ranks do not wait for each other{where}")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tutti.data.loader import Batch, BatchIndices, Loader
-from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.loop import Runner
 from tutti.train.recipe import Recipe
 from tutti.train.step import Step
+from tutti.train.training_schedule import TrainingSchedule
 from tutti.world.errors import UsageError
 
 # The first steps run eagerly: they create the optimizer state and select cuDNN kernels.
@@ -24,11 +24,13 @@ _ROWS = 1024
 class GraphRunner(Runner):
     """Runs steps by replaying a graph of the whole step; incomplete batches run eagerly."""
 
-    def __init__(self, step: Step, loader: Loader, schedule: BatchSchedule, recipe: Recipe) -> None:
+    def __init__(
+        self, step: Step, loader: Loader, schedule: TrainingSchedule, recipe: Recipe
+    ) -> None:
         super().__init__(step, loader, schedule, recipe)
         device = step.device
-        self._rank_batch = schedule.rank_batch * schedule.accumulation
-        self._indices = torch.zeros(_ROWS, self._rank_batch, dtype=torch.int64, device=device)
+        rank_batch = schedule.rank_batch * schedule.accumulation
+        self._indices = torch.zeros(_ROWS, rank_batch, dtype=torch.int64, device=device)
         self._rates = torch.zeros(_ROWS, device=device)
         self._losses = torch.zeros(_ROWS, device=device)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
@@ -46,16 +48,14 @@ class GraphRunner(Runner):
             self._rank_samples += len(part.indices)
             rate = self.schedule.lr_at(self.samples, self.recipe)
             whole = part.global_count == self.schedule.global_batch
-            if whole and self._eager_steps >= _WARMUP_STEPS:
-                waiting.append((part, rate))
-                if len(waiting) == _ROWS:
-                    losses.append(self._replay(waiting))
-                    waiting = []
-                continue
-            if waiting:
+            eager = not whole or self._eager_steps < _WARMUP_STEPS
+            if waiting and (eager or len(waiting) == _ROWS):
                 losses.append(self._replay(waiting))
                 waiting = []
-            losses.append(self._eager(part, rate))
+            if eager:
+                losses.append(self._eager(part, rate))
+            else:
+                waiting.append((part, rate))
         if waiting:
             losses.append(self._replay(waiting))
         return torch.cat(losses)
@@ -76,11 +76,9 @@ class GraphRunner(Runner):
         return loss
 
     def _replay(self, steps: list[tuple[BatchIndices, float]]) -> Tensor:
-        count = len(steps)
-        self._indices[:count] = torch.stack([part.indices for part, _ in steps]).to(
-            self._indices.device
-        )
-        self._rates[:count] = torch.tensor([rate for _, rate in steps]).to(self._rates.device)
+        count, device = len(steps), self.step.device
+        self._indices[:count] = torch.stack([part.indices for part, _ in steps]).to(device)
+        self._rates[:count] = torch.tensor([rate for _, rate in steps]).to(device)
         self._row.zero_()
         if self._graph is None:
             self._graph = self._capture(steps[0][0])
@@ -88,12 +86,12 @@ class GraphRunner(Runner):
             self._graph.replay()
         return self._losses[:count].clone()
 
-    def _capture(self, like: BatchIndices) -> torch.cuda.CUDAGraph:
+    def _capture(self, example: BatchIndices) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             indices = self._indices.index_select(0, self._row).view(-1)
             self._set_rate(self._rates.index_select(0, self._row).view(()))
-            loss = self.step(self._batch(indices, self.schedule.global_batch, like))
+            loss = self.step(self._batch(indices, self.schedule.global_batch, example))
             self._losses.index_copy_(0, self._row, loss.view(1))
             self._row.add_(1)
         return graph
@@ -109,7 +107,7 @@ class GraphRunner(Runner):
 
 def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
     """Raise UsageError if the step cannot be captured in a graph."""
-    needs = {
+    requirements = {
         "a CUDA device": device.type == "cuda",
         "--data-on-device": recipe.data.data_on_device,
         "--precision float32 or bf16": recipe.compute.precision in ("float32", "bf16"),
@@ -117,6 +115,6 @@ def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
         "targets without padding": not recipe.data.padded,
         "one rank": ranks == 1,
     }
-    for need, met in needs.items():
+    for requirement, met in requirements.items():
         if not met:
-            raise UsageError(f"--cuda-graph needs {need}: add it, or leave --cuda-graph out")
+            raise UsageError(f"--cuda-graph needs {requirement}: remove --cuda-graph otherwise")

@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +41,6 @@ def agree(make: Callable[[], Result]) -> Result:
     collective in which the other ranks would wait.
     """
     error: str | None = None
-    result: Result | None = None
     try:
         result = make()
     except (DataError, UsageError) as raised:
@@ -52,48 +50,39 @@ def agree(make: Callable[[], Result]) -> Result:
         rank, text = errors[0]
         where = "" if len(errors) > 1 or rank == 0 else f" (on rank {rank})"
         raise UsageError(f"{text}{where}")
-    return result  # type: ignore[return-value]
+    return result
 
 
 def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
     """Return the recipe's model on meta, its initial weights, and a note for the user or None."""
-    make = _model_maker(recipe, dataset)
     if recipe.model not in _MODELS:
-        return build_on_meta(make, recipe.length.seed)
+        load_function(recipe.model, "--model", tuple(_MODELS))  # import outside the meta device
+        return build_on_meta(lambda: build_model(recipe, dataset), recipe.length.seed)
     with torch.device("meta"):
-        model = make()
+        model = build_model(recipe, dataset)
     return model, ModuleInit(model, recipe.length.seed), None
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
     """Return the recipe's model, sized for the dataset, on torch's default device."""
-    return _model_maker(recipe, dataset)()
-
-
-def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
     if recipe.model not in _MODELS:
-        function = load_function(recipe.model, "--model", tuple(_MODELS))
-
-        def make() -> nn.Module:
-            model = function()
-            if not isinstance(model, nn.Module):
-                kind = type(model).__name__
-                raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
-            return model
-
-        return make
+        model = load_function(recipe.model, "--model", tuple(_MODELS))()
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
+        return model
     settings, module, name = _MODELS[recipe.model]
     if type(recipe.architecture) is not settings:
         raise UsageError(
-            f"--model {recipe.model}: the recipe has the settings of another model: use --recipe "
-            f"{recipe.model}, with --dataset and other flags on top"
+            f"--model {recipe.model} does not fit the recipe: use --recipe {recipe.model}, with "
+            "--dataset and other flags"
         )
     try:
         architecture = fit(recipe.architecture, dataset)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    model_class: type[nn.Module] = getattr(importlib.import_module(module), name)
-    return partial(model_class, architecture)
+    built: nn.Module = getattr(importlib.import_module(module), name)(architecture)
+    return built
 
 
 def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
@@ -103,7 +92,7 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
         tokens = dataset.train.batch([0])[0]
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise UsageError(
-                f"model gpt needs text, data set {dataset.name} has none: use --dataset stdlib"
+                f"--model gpt needs text, dataset {dataset.name} has no text: use --dataset stdlib"
             )
         return dataclasses.replace(
             architecture,
@@ -112,7 +101,8 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
             max_seq_len=max(architecture.max_seq_len, shape[0]),
         )
     if len(shape) != 3:
-        raise UsageError(f"this model needs images, data set {dataset.name} has inputs of {shape}")
+        problem = f"this model needs images, dataset {dataset.name} has inputs of shape {shape}"
+        raise UsageError(f"{problem}: use another --dataset")
     # A user's own dataset has no number of classes, so --classes is used for it.
     sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
     if isinstance(architecture, LeNetConfig):
@@ -149,20 +139,21 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
     module_name, colon, name = path.partition(":")
     if not colon:
         hint = did_you_mean(path, known)
-        raise UsageError(f"{flag} {path}: {hint} A function of your own is package.module:function")
+        raise UsageError(
+            f"{flag} {path}: {hint} Write your own function as package.module:function"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        function = getattr(importlib.import_module(module_name), name)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{flag} {path}: {error}: run the command in the directory of the module"
-        ) from None
+        cure = "run the command in the directory of the module"
+        raise UsageError(f"{flag} {path}: {error}: {cure}") from None
     except AttributeError:
         raise UsageError(f"{flag} {path}: {module_name} has no {name}") from None
-    if not callable(found):
+    if not callable(function):
         raise UsageError(f"{flag} {path} is not a function")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def build_optimizer(
@@ -174,17 +165,13 @@ def build_optimizer(
     tensor on the device, which the graph reads at each replay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]  # biases and the gains of norms
     groups = [
-        {
-            "params": [p for p in parameters if p.dim() >= 2],
-            "weight_decay": options.weight_decay,
-        },
-        # Biases and the gains of norms have one dim: decay would only distort them.
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    rate: float | torch.Tensor = lr
-    if capturable:
-        rate = torch.tensor(lr, device=parameters[0].device)
+    rate = torch.tensor(lr, device=parameters[0].device) if capturable else lr
     if options.optimizer == "sgd":
         # torch has no DTensor rule for the fused SGD kernel, and takes tens of seconds to derive
         # one for a list of parameters over a mesh of three axes.

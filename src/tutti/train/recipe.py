@@ -23,25 +23,25 @@ Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig
 
 @dataclass(frozen=True)
 class Data:
-    """The data set, and how samples reach the device."""
+    """The dataset, and how samples reach the device."""
 
     dataset: str = "digits"
-    """digits, fashion-mnist, cifar100, stdlib (source text of Python's standard library), text,
-    tokens, synthetic, or package.module:function, a function that returns (train, test)."""
+    """Dataset: digits, fashion-mnist, cifar100, stdlib (source text of Python's standard library),
+    text, tokens, synthetic, or package.module:function, a function that returns (train, test)."""
     data_dir: Path = Path("data")
-    """Directory of the data set (also the download target), or a text file."""
+    """Directory of the dataset, also the download target; for text, a file."""
     download: bool = False
     """Download fashion-mnist or cifar100 into --data-dir if it is missing."""
     pixels: int = 28
     """Height and width of digits and synthetic images, in pixels."""
     seq_len: int = 256
-    """Tokens per text sample."""
+    """Tokens per sample of text."""
     padded: bool = False
-    """Targets of -100 are padding: the loss is divided by the other targets of all ranks."""
+    """Targets of -100 are padding: the loss is the mean over all other targets of all ranks."""
     data_on_device: bool = False
-    """Keep the whole data set in device memory."""
+    """Keep the whole dataset in device memory."""
     workers: int = 0
-    """Loader processes, for data sets whose samples are expensive to produce in Python."""
+    """Loader processes per rank, for datasets whose samples take long to produce in Python."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,16 @@ class Batching:
     batch: int = 32
     """Samples per rank and microbatch."""
     accumulation: int | None = None
-    """Microbatches per step; gradients are synchronised once per step, and a pipeline overlaps its
-    microbatches. Unset: 1, or with pp the larger of 2 × pp and the number of stages."""
+    """Microbatches per step. Gradients are summed over replicas once per step; with shard they are
+    reduce-scattered after each microbatch. Default: 1; with pp, the larger of 2 × pp and the number
+    of pipeline stages."""
     global_batch: int | None = None
-    """Samples per step over all ranks; sets the batch per rank instead of --batch."""
+    """Samples per step over all ranks. If set, --batch is ignored."""
     split: str = "even"
-    """How a step is divided among ranks: even, measured (slower ranks get fewer samples), or
-    explicit shares such as 2,1,1."""
+    """How the samples of a step are divided among ranks: even, measured (slower ranks get fewer
+    samples), or shares such as 2,1,1."""
     drop_last: bool = False
-    """Skip the last, smaller step of an epoch."""
+    """Skip the last step of an epoch if it has fewer samples than the others."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,28 @@ class Optimization:
     """Optimizer and learning rate."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """The optimizer; torch's fused kernel is used where available."""
+    """Optimizer; torch's fused kernel is used where available."""
     lr: float = 0.1
-    """Learning rate, for steps of --lr-batch samples."""
+    """Peak learning rate, for a global batch of --lr-batch samples."""
     lr_scale: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate scales with the global batch."""
+    """How the learning rate changes with the ratio of global batch and --lr-batch."""
     lr_batch: int | None = None
-    """The global batch that --lr was tuned for; --lr-scale scales from it."""
+    """Global batch for which --lr was tuned. Required by --lr-scale linear and sqrt."""
     momentum: float = 0.9
     """Momentum of SGD."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Betas of AdamW."""
     weight_decay: float = 0.0
-    """Weight decay of parameters with two or more dims (not biases and norms)."""
+    """Weight decay of parameters with two or more dims; biases and norms have none."""
     clip: float | None = None
-    """Maximum global norm of the gradient."""
+    """Maximum norm of the gradient of all parameters; larger gradients are scaled down. Default: no
+    limit."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning-rate decay after warm-up, as a function of the samples seen."""
+    """Decay of the learning rate after warm-up, as a function of the number of samples."""
     warmup: float = 0.0
-    """Fraction of the run over which the learning rate rises linearly, 0 to 1."""
+    """Fraction of the run (0 to below 1) in which the learning rate rises linearly from 0."""
     final_lr: float = 0.0
-    """Learning rate at the end, as a fraction of the peak."""
+    """Learning rate at the end of the run, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ class Compute:
     """Precision, activation checkpointing and compilation."""
 
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
-    """bf16 and fp16 use autocast over float32 parameters (fp16 with a loss scaler)."""
+    """Precision; bf16 and fp16 use autocast with float32 parameters (fp16 with a loss scaler)."""
     checkpoint_activations: Recompute = "none"
-    """Activations to recompute in backward: none, the cheap ones (selective), or all of each block
-    (full)."""
+    """Activations to recompute in backward: none, only those that are cheap to compute (selective),
+    or all activations of each block (full)."""
     compile: bool = False
     """Compile the model with torch.compile."""
     cuda_graph: bool = False
-    """Replay the whole step as one CUDA graph; for small models with --data-on-device."""
+    """Replay the whole step as one CUDA graph. For small models; requires --data-on-device."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,17 @@ class Length:
     """Length of the run, evaluation and checkpoints."""
 
     epochs: float = 1.0
-    """Passes over the training data."""
+    """Number of passes over the training data."""
     steps: int | None = None
-    """Optimizer steps; overrides --epochs."""
+    """Number of optimizer steps. If set, --epochs is ignored."""
     evaluate: bool = True
     """Evaluate on the test data after each epoch and at the end."""
     evaluate_every: int | None = None
-    """Evaluate every N steps instead of every epoch."""
+    """Evaluate every N steps instead of after each epoch."""
     checkpoint_every: int | None = None
-    """Save a checkpoint every N steps (default: after each epoch)."""
+    """Save a checkpoint every N steps instead of after each epoch."""
     keep: int = 2
-    """Number of newest checkpoints to keep."""
+    """Number of checkpoints to keep; older checkpoints are removed."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
 
@@ -130,9 +132,9 @@ class Recipe:
     """A training job."""
 
     model: str = "lenet"
-    """lenet, wideresnet, efficientnet, gpt, or package.module:function."""
+    """Model: lenet, wideresnet, efficientnet, gpt, or package.module:function."""
     architecture: Architecture = field(default_factory=LeNetConfig)
-    """Sizes of a built-in model; classes, channels and vocabulary follow from the data set."""
+    """Sizes of a built-in model; classes, channels and vocabulary are taken from the dataset."""
     data: Data = Data()
     batching: Batching = Batching()
     optimization: Optimization = Optimization()
@@ -144,11 +146,11 @@ class Recipe:
 
 def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
     """Return a recipe with some values replaced: {"optimization": {"lr": 0.2}, "model": "gpt"}."""
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     for name, value in values.items():
-        part = getattr(recipe, name)
-        changes[name] = replace(part, **value) if dataclasses.is_dataclass(part) else value  # type: ignore[type-var,arg-type]
-    return replace(recipe, **changes)  # type: ignore[arg-type]
+        section: Any = getattr(recipe, name)
+        changes[name] = replace(section, **value) if isinstance(value, dict) else value
+    return replace(recipe, **changes)
 
 
 def read_recipe(name: str) -> Recipe:
@@ -162,7 +164,7 @@ def read_recipe(name: str) -> Recipe:
     path = Path(name)
     if path.suffix != ".toml":
         hint = did_you_mean(name, RECIPES)
-        raise UsageError(f"no recipe {name!r}: {hint} (or a file that ends in .toml)")
+        raise UsageError(f"no recipe {name!r}: {hint} (or give a file that ends in .toml)")
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
@@ -171,8 +173,8 @@ def read_recipe(name: str) -> Recipe:
         raise UsageError(f"--recipe {path}: {error}") from None
     base = content.pop("base", None)
     if base not in RECIPES:
-        known = ", ".join(f'"{each}"' for each in RECIPES)
-        raise UsageError(f'--recipe {path}: base = {base!r}: write base = "NAME", one of {known}')
+        known = ", ".join(f'"{recipe}"' for recipe in RECIPES)
+        raise UsageError(f"--recipe {path}: base must be one of {known}, got {base!r}")
     recipe: Recipe = _apply(RECIPES[base], content, str(path), "")
     return recipe
 
@@ -187,7 +189,7 @@ _NONE = "none"  # TOML has no null: an unset value is written as this string
 
 def _toml_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _toml_value(each) for key, each in value.items()}
+        return {key: _toml_value(item) for key, item in value.items()}
     if value is None:
         return _NONE
     return str(value) if isinstance(value, Path) else value
@@ -198,8 +200,8 @@ def _apply(target: Any, values: dict[str, Any], where: str, prefix: str) -> Any:
     changes = {}
     for key, value in values.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise UsageError(f"{where}: no key {prefix}{key}: did you mean {prefix}{near[0]}?")
+            nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
+            raise UsageError(f"{where}: no key {prefix}{key}: did you mean {prefix}{nearest}?")
         current = getattr(target, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, dict):
@@ -213,25 +215,25 @@ def _apply(target: Any, values: dict[str, Any], where: str, prefix: str) -> Any:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _checked(value: Any, kind: Any, what: str) -> Any:
+def _checked(value: Any, kind: Any, key: str) -> Any:
     """Return a TOML value as the field's type; an integer is accepted for a float field."""
     if get_origin(kind) in (Union, UnionType):
-        kinds = [each for each in get_args(kind) if each is not type(None)]
+        kinds = [member for member in get_args(kind) if member is not type(None)]
         if len(kinds) < len(get_args(kind)) and value == _NONE:
             return None
-        return _checked(value, kinds[0], what)
+        return _checked(value, kinds[0], key)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise UsageError(f"{what} = {value!r}: use one of {', '.join(get_args(kind))}")
+            raise UsageError(f"{key} must be one of {', '.join(get_args(kind))}, got {value!r}")
         return value
     if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_checked(each, get_args(kind)[0], what) for each in value)
+        return tuple(_checked(item, get_args(kind)[0], key) for item in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is Path and isinstance(value, str):
         return Path(value)
     if type(value) is not kind:
-        raise UsageError(f"{what} = {value!r}: expected {getattr(kind, '__name__', kind)}")
+        raise UsageError(f"{key} must be a {getattr(kind, '__name__', kind)}, got {value!r}")
     return value
 
 

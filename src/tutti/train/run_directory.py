@@ -1,7 +1,9 @@
-"""The run directory: everything needed to repeat a run, and all results of the run."""
+"""The run directory: everything needed to repeat a run, its results and its metrics."""
 
+import contextlib
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ class RunDirectory:
         if resume and not self.path.is_dir():
             raise UsageError(f"--resume: there is no run in {self.path}: check --out")
         if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"--out {self.path} is a file: choose another")
+            raise UsageError(f"--out {self.path} is a file: choose another directory")
         if not resume and self.path.exists() and any(self.path.iterdir()):
             raise UsageError(
                 f"--out {self.path} exists and is not empty: add --resume to continue that run, or "
@@ -35,7 +37,8 @@ class RunDirectory:
         try:
             self.metrics.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--out {self.path}: {error.strerror}: choose another") from None
+            reason = f"{error.strerror}: choose another directory"
+            raise UsageError(f"--out {self.path}: {reason}") from None
 
     def write(self, name: str, content: str) -> None:
         write_atomically(self.path / name, content)
@@ -69,3 +72,54 @@ def _git_state() -> dict[str, Any] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed": bool(changes)}
+
+
+class Metrics:
+    """Writes one JSON line per step and rank to the run directory, and TensorBoard on request."""
+
+    def __init__(self, directory: Path, rank: int, tensorboard: Path | None = None) -> None:
+        self.path = directory / f"rank{rank}.jsonl"
+        self._lines: list[str] = []
+        self._board: Any = None
+        if tensorboard is not None:
+            try:  # on every rank, so that all ranks raise the same error
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UsageError(
+                    "--tensorboard needs a package: pip install 'tutti-torch[tensorboard]'"
+                ) from None
+            if rank == 0:
+                self._board = SummaryWriter(str(tensorboard))
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of `step` and later, which a resumed run writes again."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines(keepends=True):
+            # The last line may be cut off, because the process was killed.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if int(json.loads(line)["step"]) < step:
+                    kept.append(line)
+        write_atomically(self.path, "".join(kept))
+
+    def add(self, step: int, **values: float | int | str | None) -> None:
+        """Add a line; None means that a value is unknown."""
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        self._lines.append(json.dumps(line) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Write the added lines to the file."""
+        if self._lines:
+            with self.path.open("a") as file:
+                file.writelines(self._lines)
+            self._lines.clear()
+
+    def close(self) -> None:
+        self.flush()
+        if self._board is not None:
+            self._board.close()

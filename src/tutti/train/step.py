@@ -1,11 +1,11 @@
-"""One optimizer step: microbatches forward and backward, one synchronisation, clip, update.
+"""One optimizer step (forward, backward, gradient sync, clip, update), and evaluation.
 
-Losses are sums, not means: with a mean over each rank's own samples, the samples of a rank that has
-fewer of them would get a larger weight. The sum is divided by the number of targets in the whole
+Losses are sums, not means: with a mean over each rank's own samples, the samples of a rank with
+fewer samples would get a larger weight. The sum is divided by the number of targets in the whole
 step, over all ranks.
 
-Nothing in this file waits for the device: no `.item()`, no branch on a tensor. The loss is returned
-as a tensor, and its value is read many steps later.
+A step does not wait for the device: no `.item()`, no branch on a tensor. The loss is returned as a
+tensor, and its value is read many steps later.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tutti.comm.collectives import all_reduce
-from tutti.data.loader import Batch
+from tutti.data.loader import Batch, Loader
 from tutti.data.split import even
 from tutti.parallel.engine import Engine, clip_by_global_norm
 from tutti.parallel.tensor import loss_context
@@ -60,7 +60,8 @@ class Task:
     ) -> Tensor | int:
         """Return the number of targets in a whole step, over all ranks of the group.
 
-        Without padding it follows from the number of samples; with padding this is a collective.
+        Without padding the number follows from the number of samples; with padding all ranks sum
+        their counts in a collective.
         """
         if not self.padded:
             return global_samples * targets[0].numel() if len(targets) else global_samples
@@ -113,7 +114,12 @@ class Step:
         sizes = even(batch.count, min(self.accumulation, largest))
         inputs = torch.split(as_model_dtype(batch.inputs, self.engine.model), sizes)
         parts = list(zip(inputs, torch.split(batch.targets, sizes), strict=True))
-        with self._autocast_context(), loss_context(mesh.layout.tp > 1):
+        # autocast's cache would keep converted weights, with their graph, between microbatches.
+        # Backward also runs in this context, but uses the dtypes of forward.
+        autocast: AbstractContextManager[None] = nullcontext()
+        if self.autocast is not None:
+            autocast = torch.autocast(self.device.type, self.autocast, cache_enabled=False)
+        with autocast, loss_context(mesh.layout.tp > 1):
             loss = self.engine.run(
                 parts,
                 lambda outputs, targets: self._loss_sum(outputs, targets) / count,
@@ -122,23 +128,13 @@ class Step:
                 clock=self.timer,
             )
         self.timer.gradients_ready()
-        self._update()
-        return loss
-
-    def _autocast_context(self) -> AbstractContextManager[None]:
-        if self.autocast is None:
-            return nullcontext()
-        # autocast's cache would keep converted weights, with their graph, between microbatches.
-        # Backward also runs in this context, but uses the dtypes of forward.
-        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
-
-    def _update(self) -> None:
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
             clip_by_global_norm(self.engine, self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        return loss
 
 
 def as_model_dtype(inputs: Tensor, model: nn.Module) -> Tensor:
@@ -146,3 +142,39 @@ def as_model_dtype(inputs: Tensor, model: nn.Module) -> Tensor:
     if not inputs.is_floating_point():
         return inputs
     return inputs.to(next(model.parameters()).dtype)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss and accuracy of a model on a dataset."""
+
+    loss: float
+    accuracy: float
+    count: int
+
+
+@torch.no_grad()
+def evaluate(
+    engine: Engine, loader: Loader, task: Task, example: Tensor, autocast: torch.dtype | None
+) -> Score:
+    """Return loss and accuracy of a model over all samples of a loader, over all ranks.
+
+    Sums are in float64 and counts are exact, even if ranks have different numbers of samples.
+    """
+    model, device = engine.model, engine.world.device
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, count
+    for inputs, targets in loader.stream(epochs=1):
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            outputs = engine.infer(as_model_dtype(inputs, model), example)
+        if outputs is None or not engine.reports_loss:
+            continue
+        sums[0] += task.loss_sum(outputs, targets)
+        sums[1] += task.correct(outputs, targets)
+        sums[2] += task.count(targets)
+    for module in was_training:  # not model.train(): the user may have frozen some modules
+        module.training = True
+    all_reduce(sums)
+    loss, correct, count = sums.tolist()
+    return Score(loss / count, correct / count, int(count))

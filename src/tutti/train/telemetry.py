@@ -1,11 +1,10 @@
-"""Telemetry of a training run: metrics files, progress, status sync, throughput, stragglers.
+"""Telemetry of a training run: step timer, status sync, throughput, stragglers, progress.
 
-About once a second all ranks exchange their status in one small collective. The result (`Status`)
-feeds everything else in this module, so between two syncs no rank waits for its device or for
-another rank except inside the step itself.
+About once a second all ranks exchange their status in one small collective. Everything else in this
+module uses the result (`Status`), so between two syncs no rank waits for its device or for another
+rank except inside the step itself.
 """
 
-import json
 import math
 import signal
 import sys
@@ -14,10 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median_low
-from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,9 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from tutti import comm
-from tutti.measure.files import write_atomically
 from tutti.models.config import GPTConfig
-from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 _SYNC_SECONDS = 1.0
@@ -36,7 +31,6 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # At most this many steps are measured between two status syncs, to keep fast steps fast.
 MAX_MEASURED = 20
-
 _autograd_engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -54,15 +48,14 @@ class StepTimer:
     wait for each other inside forward or backward (sharded parameters, tp, pp, synchronised batch
     norms), this interval would include waiting, so the own time is unknown.
 
-    The same steps are measured on all ranks. The timer is the StepClock whose methods engines call.
-
+    The same steps are measured on all ranks. The timer is a StepClock, whose methods engines call.
     Recording a time does not wait for the device. On CUDA, a time is an event in the stream of the
     step, so the interval also includes delays by a host that launches kernels too late.
     """
 
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
-        """`own_time`: measure own times; ranks must wait for each other only after backward.
-        `forward_time`: also measure forward passes, for --split measured."""
+        """`own_time`: measure own times; requires that ranks wait for each other only after
+        backward. `forward_time`: also measure forward passes, for --split measured."""
         self._device, self._known, self._measures_forward = device, own_time, forward_time
         self._stride = 1
         self._step = 0  # number of steps since the last status sync
@@ -89,10 +82,9 @@ class StepTimer:
     def before_last_backward(self, loss: Tensor) -> None:
         """Call this before the last backward pass of a step, so that its end is recorded."""
         if self._began is not None:
-            # The first node of backward queues this callback, so it runs before DDP's own
-            # callback, which waits for the other ranks.
-            hooked: Any = loss  # register_hook has no type annotations
-            hooked.register_hook(lambda _: _autograd_engine.queue_callback(self._end_backward))
+            # The first node of backward queues this callback, so the callback runs before DDP's
+            # own callback, which waits for the other ranks.
+            loss.register_hook(lambda _: _autograd_engine.queue_callback(self._end_backward))  # type: ignore[no-untyped-call]
 
     def gradients_ready(self) -> None:
         """Call this when the gradients are summed over ranks: the next step's own time begins."""
@@ -106,17 +98,16 @@ class StepTimer:
     def take(self) -> list[tuple[int, float]]:
         """Return (step since `begin`, own seconds) of each measured step; NaN if unknown.
 
-        Call this method after the losses of these steps were read; otherwise it waits for the
-        device.
+        Waits for the device, unless the losses of these steps have been read.
         """
         taken, self._measured = self._measured, []
         return [(step, _seconds(began, ended)) for step, began, ended in taken]
 
     def take_forward_seconds(self) -> float:
-        """Return the seconds of forward passes since the last call, without waiting for ranks.
+        """Return the seconds of forward passes since the last call; waits until they have ended.
 
         Backward passes are not included, because they end only when the gradients of the slowest
-        rank have arrived. This method waits until the device has finished the forward passes.
+        rank have arrived.
         """
         taken, self._forwards = self._forwards, []
         return math.fsum(_seconds(began, ended) for began, ended in taken)
@@ -155,10 +146,6 @@ class Status:
     seconds: float
     # For each measured step: its number and every rank's own seconds; see StepTimer.
     own_seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
-
-    @property
-    def last_step(self) -> int:
-        return self.first_step + len(self.losses) - 1
 
 
 class StatusSync:
@@ -210,18 +197,20 @@ class StatusSync:
         total = torch.tensor(common + slots, dtype=torch.float64)
         comm.all_reduce(total)
         values = total.tolist()
-        # by_rank[i] holds the values of all ranks at place i of their slots.
-        by_rank = [tuple(values[steps + 1 + place :: len(slot)]) for place in range(len(slot))]
-        found = [(self._first + int(at) - 1, rank) for rank, at in enumerate(by_rank[0]) if at]
+        # The i-th value in the slots of all ranks.
+        nonfinite_steps, rates, seconds, *own_seconds = (
+            tuple(values[steps + 1 + i :: len(slot)]) for i in range(len(slot))
+        )
+        found = [(self._first + int(n) - 1, rank) for rank, n in enumerate(nonfinite_steps) if n]
         measured = [self._first + step for step, _ in own]
         status = Status(
             first_step=self._first,
             losses=tuple(values[:steps]),
             nonfinite=min(found, default=None),
             stop=values[steps] > 0,
-            rates=by_rank[1],
-            seconds=max(by_rank[2]),
-            own_seconds=tuple(zip(measured, by_rank[3:], strict=True)),
+            rates=rates,
+            seconds=max(seconds),
+            own_seconds=tuple(zip(measured, own_seconds, strict=True)),
         )
         self._first += steps
         # The interval at most doubles, as the first steps (compilation, warm-up) are not typical.
@@ -234,22 +223,22 @@ class StatusSync:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         self._stop = True
 
 
 class Throughput:
     """Samples and tokens per second and MFU; the first sync (compilation, warm-up) is left out."""
 
-    def __init__(self, world: World, precision: str, architecture: object, seq_len: int) -> None:
-        self._world = world
-        self._gpt = architecture if isinstance(architecture, GPTConfig) else None
-        self._seq_len = seq_len
+    def __init__(self, world: World, precision: str, architecture: Any, seq_len: int) -> None:
+        self._world, self._seq_len = world, seq_len
+        is_gpt = isinstance(architecture, GPTConfig)
+        self._token_flops: int | None = architecture.flops_per_token(seq_len) if is_gpt else None
         self._peak: tuple[float, str] | None = None
-        if self._gpt is not None and world.device.type == "cuda":
-            tf32 = torch.backends.cuda.matmul.allow_tf32
+        if is_gpt and world.device.type == "cuda":
             from tutti.machine.hardware_catalogue import peak_flops
 
+            tf32 = torch.backends.cuda.matmul.allow_tf32
             self._peak = peak_flops(torch.cuda.get_device_name(world.device), precision, tf32)
         self._samples = 0
         self._seconds = 0.0
@@ -265,7 +254,7 @@ class Throughput:
             self._seconds += status.seconds
             self.samples_per_s = self._samples / self._seconds
         text = f"{rate:,.0f} samples/s  {1000 * status.seconds / len(status.losses):.1f} ms/step"
-        if self._gpt is None:
+        if self._token_flops is None:
             return text
         mfu = self._mfu(rate)
         mfu_text = "unknown" if mfu is None else f"{100 * mfu:.1f} %"
@@ -273,26 +262,22 @@ class Throughput:
 
     def summary(self) -> dict[str, Any]:
         """Return tokens per second and MFU with its formula, for summary.json."""
-        if self._gpt is None or self.samples_per_s is None:
+        if self._token_flops is None or self.samples_per_s is None:
             return {}
-        flops = self._gpt.flops_per_token(self._seq_len)
+        flops = f"{self._token_flops:,} FLOP per token (6 N + 12 L d s)"
         return {
             "tokens_per_s": self.samples_per_s * self._seq_len,
             "mfu": self._mfu(self.samples_per_s),
-            "mfu_formula": (
-                f"tokens/s × {flops:,} FLOP per token (6 N + 12 L d s) / "
-                f"({self._world.size} ranks × peak)"
-            ),
+            "mfu_formula": f"tokens/s × {flops} / ({self._world.size} ranks × peak)",
             "mfu_peak": "unknown device" if self._peak is None else self._peak[1],
         }
 
     def _mfu(self, samples_per_s: float) -> float | None:
-        if self._gpt is None or self._peak is None:
+        if self._token_flops is None or self._peak is None:
             return None
-        flops = self._gpt.flops_per_token(self._seq_len)
         # Ranks that share a GPU count as one device.
         devices = self._world.size / self._world.ranks_on_device
-        return samples_per_s * self._seq_len * flops / (devices * self._peak[0])
+        return samples_per_s * self._seq_len * self._token_flops / (devices * self._peak[0])
 
 
 _WINDOW_STEPS = 20  # measured steps that a straggler warning is based on
@@ -317,7 +302,7 @@ class Stragglers:
         ranks = len(status.rates)
         if ranks == 1:
             return [0.0]
-        known = [each for each in status.own_seconds if all(map(math.isfinite, each[1]))]
+        known = [(step, own) for step, own in status.own_seconds if all(map(math.isfinite, own))]
         if status.first_step == self._first or not known:
             return [None] * ranks
         seconds = status.seconds / len(status.losses)
@@ -330,9 +315,9 @@ class Stragglers:
         if len(self._window) < _WINDOW_STEPS or self._window[-1][0] < self._quiet_until:
             return None
         steps = [own for _, own, _ in self._window]
-        means = [fmean(each) for each in zip(*steps, strict=True)]
+        means = [fmean(rank_seconds) for rank_seconds in zip(*steps, strict=True)]
         typical, slowest = median_low(means), max(means)
-        # Several ranks may be late together, for example all ranks of a slow host.
+        # Several ranks may be late at the same time, for example all ranks of a slow host.
         late = [rank for rank, mean in enumerate(means) if mean - typical > (slowest - typical) / 2]
         if not late:
             return None
@@ -346,64 +331,11 @@ class Stragglers:
             return None
         last = self._window[-1][0]
         self._quiet_until = last + _QUIET_STEPS
-        who = f"rank {late[0]} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
+        names = f"rank {late[0]} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
         return (
-            f"{who} late: the others wait {100 * min(fraction, 1.0):.0f} % of the step for "
-            f"{'it' if len(late) == 1 else 'them'} (last {last - self._window[0][0] + 1} steps)"
+            f"{names} late: the other ranks wait {100 * min(fraction, 1.0):.0f} % of the step "
+            f"(last {last - self._window[0][0] + 1} steps)"
         )
-
-
-class Metrics:
-    """Writes one JSON line per step and rank to the run directory, and TensorBoard on request."""
-
-    def __init__(self, directory: Path, rank: int, tensorboard: Path | None = None) -> None:
-        self.path = directory / f"rank{rank}.jsonl"
-        self._file: IO[str] | None = None
-        self._board: Any = None
-        if tensorboard is not None:
-            try:  # on every rank, so that all ranks raise the same error
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UsageError(
-                    "--tensorboard: the package is missing: pip install 'tutti-torch[tensorboard]'"
-                ) from None
-            if rank == 0:
-                self._board = SummaryWriter(str(tensorboard))
-
-    def rewind(self, step: int) -> None:
-        """Drop the lines of `step` and later: a resumed run writes them again."""
-        if self.path.exists():
-            lines = self.path.read_text().splitlines()
-            kept = [line for line in lines if _step_of(line) < step]
-            write_atomically(self.path, "".join(f"{line}\n" for line in kept))
-
-    def write(self, step: int, **values: float | int | str | None) -> None:
-        """Append a line; None means that a value is unknown."""
-        if self._file is None:
-            self._file = self.path.open("a")
-        line = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(line) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line cut off when the process was killed
-        return 1 << 62
 
 
 _LINE_SECONDS = 5.0

@@ -8,8 +8,8 @@ from tutti.machine.device_topology import Topology
 from tutti.machine.recording import Machine
 from tutti.machine.topology_svg import draw
 from tutti.report import plot
-from tutti.report.plot import Figure, Table, table
-from tutti.report.sources import ReportSources, Result, flatten
+from tutti.report.plot import Figure, Table
+from tutti.report.sources import ReportSources, Result, flatten, recorded
 
 _SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn at this value
 _STATUS_COLOURS = {
@@ -20,7 +20,7 @@ _STATUS_COLOURS = {
 }
 _GIB = 1 << 30
 # Keys that differ between ranks of one host or between runs, and so do not identify a machine.
-_OF_A_PROCESS = ("cpus", "variables")
+_PROCESS_KEYS = ("cpus", "variables")
 _NOT_RESULTS = ("environment", "command", "schema", "world", "places")
 
 
@@ -46,26 +46,19 @@ def parity(result: Result) -> Iterator[Figure]:
             ("gradient", "grad_rel_err", plot.BLUE, "circle"),
         )
     ]
-    yield Figure(
-        "Layouts against one device",
-        f"{content.get('precision', '')}: {verdict}. The dotted line is the gradient tolerance.",
-        table(
-            [
-                {"finding": row.get("not_applicable") or row.get("diagnosis"), **row}
-                for row in content["rows"]
-            ],
-            "layout, ranks, loss error=loss_rel_err?, gradient error=grad_rel_err?, "
-            "worst parameter=worst_parameter?, ok, finding",
-        ),
-        traces if rows else (),
-        {
-            "xaxis": {"type": "category", "tickangle": -45},
-            "yaxis": plot.axis("relative error", type="log", exponentformat="power"),
-            "height": 400,
-            "showlegend": True,
-            "shapes": [plot.dotted_line(plot.VERMILION, y=limit)] if limit else [],
-        },
-    )
+    findings = [
+        {"finding": row.get("not_applicable") or row.get("diagnosis"), **row}
+        for row in content["rows"]
+    ]
+    layout = {
+        "xaxis": {"type": "category", "tickangle": -45},
+        "yaxis": plot.axis("relative error", type="log", exponentformat="power"),
+        "height": 400,
+        "showlegend": True,
+        "shapes": [plot.dotted_line(plot.VERMILION, y=limit)] if limit else [],
+    }
+    words: dict[str, Any] = {"precision": content.get("precision", ""), "verdict": verdict}
+    yield plot.figure("parity", findings, traces if rows else (), layout, **words)
 
 
 def topology(result: Result) -> Iterator[Figure]:
@@ -73,68 +66,55 @@ def topology(result: Result) -> Iterator[Figure]:
 
     Only machines recorded in the file are drawn, not the machine that creates the page.
     """
-    machines = [Machine.from_json(each) for each in result.content.get("machines") or []]
+    machines = [Machine.from_json(machine) for machine in result.content.get("machines") or []]
     topologies = [Topology(machine) for machine in machines]
     rows = result.content.get("links")
     if rows is None:
-        rows = [link for each in topologies for link in each.to_json()["links"]]
-    links = table(
-        rows, "host, from=a, to=b, class, NVLinks=nvlinks?, NVLink GB/s=nvlink_gbs?, reason?"
-    )
+        rows = [link for graph in topologies for link in graph.to_json()["links"]]
     if not topologies:
-        about = (
-            "This older file cannot be drawn: `tutti topo --json` now records what a picture needs."
-        )
-        yield Figure("Links", about, links)
+        yield plot.figure("links", rows)
         return
-    yield Figure(
-        f"Topology of {', '.join(each.machine.host for each in topologies)}",
-        "Green: GPUs and NVLinks. Blue: NICs. Red: devices with errors or lost links.",
-        links,
-        pictures=(draw(topologies, "light"), draw(topologies, "dark")),
-    )
+    pictures = draw(topologies, "light"), draw(topologies, "dark")
+    hosts = ", ".join(machine.host for machine in machines)
+    yield plot.figure("topology", rows, pictures=pictures, hosts=hosts)
 
 
 def checks(result: Result) -> Iterator[Figure]:
     """The checks of `tutti doctor`: failures first, with their cures."""
     rows = result.content["checks"]
-    count = Counter(each["status"] for each in rows)
+    count = Counter(row["status"] for row in rows)
     order = [name for name in _STATUS_COLOURS if name in count]
     order += sorted(set(count) - set(order))
-    yield Figure(
-        "Checks",
-        ", ".join(f"{count[name]} {name}" for name in order) + ".",
-        table(
-            sorted(rows, key=lambda each: order.index(each["status"])),
-            "status, check=id, host?, where=scope, observed, expected, cure",
-        ),
-        [
-            plot.bar(name, ["checks"], [count[name]], _STATUS_COLOURS.get(name, plot.GREY), name)
-            for name in order
-        ],
-        {
-            "barmode": "stack",
-            "height": 150,
-            "xaxis": {"showgrid": False},
-            "yaxis": {"visible": False},
-            "showlegend": True,
-        },
-    )
+    bars = [
+        plot.bar(name, ["checks"], [count[name]], _STATUS_COLOURS.get(name, plot.GREY), name)
+        for name in order
+    ]
+    layout = {
+        "barmode": "stack",
+        "height": 150,
+        "xaxis": {"showgrid": False},
+        "yaxis": {"visible": False},
+        "showlegend": True,
+    }
+    failures_first = sorted(rows, key=lambda row: order.index(row["status"]))
+    counts = ", ".join(f"{count[name]} {name}" for name in order)
+    yield plot.figure("checks", failures_first, bars, layout, counts=counts)
 
 
 def result_tables(result: Result) -> Iterator[Figure]:
     """Results for which there are no figures: a table for each list, and one for the values."""
-    values: list[tuple[str, Any]] = []
-    for key, value in result.content.items():
-        if key in _NOT_RESULTS:
-            continue
-        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+    content = {key: value for key, value in result.content.items() if key not in _NOT_RESULTS}
+    for key, value in content.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             flat = [flatten(row) for row in value]
             head = list(dict.fromkeys(name for row in flat for name in row))
             rows = [[row.get(name) for name in head] for row in flat]
             yield Figure(key.replace("_", " "), "", Table(head, rows))
-        elif not isinstance(value, dict | list) and value is not None:
-            values.append((key, value))
+    values = [
+        (key, value)
+        for key, value in content.items()
+        if not isinstance(value, dict | list) and value is not None
+    ]
     if values:
         yield Figure("Values", "", Table(["name", "value"], values))
 
@@ -144,18 +124,17 @@ def environments(sources: ReportSources) -> Iterator[Figure]:
     machines: list[tuple[dict[str, Any], list[str]]] = []
     commands, variables = [], []
     for source in sources.all:
-        if source.command is not None:
-            commands.append((source.name, source.command))
-        environment = source.environment
-        if environment is None:
-            continue
+        if command := recorded(source, "command"):
+            commands.append((source.name, " ".join(map(str, command))))
+        environment = recorded(source, "environment") or {}
         for name, value in (environment.get("variables") or {}).items():
             variables.append((source.name, name, value))
-        machine = {key: value for key, value in environment.items() if key not in _OF_A_PROCESS}
-        names = next((names for seen, names in machines if seen == machine), [])
-        if not names:
-            machines.append((machine, names))
-        names.append(source.name)
+        machine = {key: value for key, value in environment.items() if key not in _PROCESS_KEYS}
+        names = next((names for known, names in machines if known == machine), None)
+        if names is not None:
+            names.append(source.name)
+        elif machine:
+            machines.append((machine, [source.name]))
     for machine, names in machines:
         yield Figure(
             f"Machine: {machine.get('host', 'unnamed')}",
@@ -184,7 +163,8 @@ def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             if not value:
                 yield "GPUs", "none"
         elif isinstance(value, dict):
-            for inner, each in value.items():
-                yield (f"{name} {inner}" if key != "versions" else str(inner)), each
+            prefix = "" if key == "versions" else f"{name} "
+            for inner, inner_value in value.items():
+                yield f"{prefix}{inner}", inner_value
         elif value is not None:
             yield name, value

@@ -1,87 +1,67 @@
-"""Profiled steps by rank: parts, which rank waited for which, stragglers, utilization, memory."""
+"""Profiled steps: parts of the step, waiting, stragglers, utilization, memory, communication."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tutti.measure.spread import relative_range
+from tutti.measure.units import format_bytes
+from tutti.profile.explain import COMM_RATIO_LIMIT
 from tutti.profile.step_breakdown import PARTS
 from tutti.report import plot
-from tutti.report.plot import Figure, HalfFigure, Row, Table, column, table
+from tutti.report.plot import Figure, Row, column
 from tutti.report.sources import Run
 
-_MOST_RANKS = 48  # in one plot
-_MOST_STRAGGLERS = 24
+# The largest number of ranks, stragglers and operations in one plot. Tables have all rows.
+_MOST_RANKS, _MOST_STRAGGLERS, _MOST_OPERATIONS = 48, 24, 12
 _GIB = 1 << 30
 
 
-def shown_ranks(profile: dict[str, Any]) -> list[Row]:
-    """The rows to draw: the first ranks and the stragglers. Tables have the rows of all ranks."""
+def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
+    """Return the rows to draw (first ranks, stragglers), and a sentence about the other ranks."""
     rows: list[Row] = profile["ranks"]
     if len(rows) <= _MOST_RANKS:
-        return rows
-    late = {each["rank"] for each in (profile.get("stragglers") or [])[: _MOST_RANKS // 4]}
+        return rows, ""
+    late = {row["rank"] for row in (profile.get("stragglers") or [])[: _MOST_RANKS // 4]}
     first = [row for row in rows if row["rank"] not in late][: _MOST_RANKS - len(late)]
-    chosen = first + [row for row in rows if row["rank"] in late]
-    return sorted(chosen, key=lambda row: int(row["rank"]))
+    drawn = first + [row for row in rows if row["rank"] in late]
+    about = f" {len(drawn)} of {len(rows)} ranks are drawn, with all stragglers."
+    return sorted(drawn, key=lambda row: int(row["rank"])), about
 
 
-def ranks_left_out(profile: dict[str, Any]) -> str:
-    """A sentence about the ranks that are not drawn, or an empty string."""
-    drawn, total = len(shown_ranks(profile)), len(profile["ranks"])
-    return "" if drawn == total else f" {drawn} of {total} ranks are drawn, with all stragglers."
-
-
-def rank_bars(
-    profile: dict[str, Any], name: str, source: str, colour: str, unit: str, **more: Any
+def _rank_bars(
+    rows: list[Row], name: str, source: str, colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """A bar for each rank that is drawn; `source` as for `plot.column`."""
-    rows = shown_ranks(profile)
+    """A bar for each rank; `source` as for `plot.column`."""
     labels = [f"rank {row['rank']}" for row in rows]
     return plot.bar(name, labels, column(rows, source), colour, unit, **more)
 
 
-def bars_height(rows: Sequence[Any], each: int = 34) -> int:
-    """The height in pixels of a plot with a bar for each row."""
-    return 150 + min(max(2, len(rows)) * each, max(420, 16 * len(rows)))
+def _bars_height(rows: Sequence[Any], pixels: int = 34) -> int:
+    """Return the height in pixels of a plot with a bar for each row."""
+    return 150 + min(max(2, len(rows)) * pixels, max(420, 16 * len(rows)))
 
 
 def parts(run: Run) -> Iterator[Figure]:
     """The parts of a step on each rank, in per cent and in milliseconds."""
     profile = run.profile or {}
-    rows = shown_ranks(profile)
-    for title, unit, key in (
-        ("Parts of the step, in per cent", "%", "100*parts_share"),
-        ("Parts of the step, in milliseconds", "ms", "1e3*parts_s"),
+    rows, left_out = _drawn_ranks(profile)
+    steps = max(row["steps"] for row in rows)
+    layout = plot.bar_layout("ms", _bars_height(rows, 26), barmode="stack")
+    percent = layout | {"xaxis": plot.axis("%", range=[0, 100])}
+    with_whole = [row | {"whole": 100.0} for row in profile["ranks"]]
+    for figure, unit, key, unit_layout in (
+        ("parts_percent", "%", "100*parts_share", percent),
+        ("parts_ms", "ms", "1e3*parts_s", layout),
     ):
-        about = f"Mean of {max(row['steps'] for row in rows)} steps."
-        layout = plot.bar_layout("ms", bars_height(rows, 26), barmode="stack")
-        whole = "1e3*step_s.mean"
-        if unit == "%":
-            about = f"Every moment of a step is in exactly one part.{ranks_left_out(profile)}"
-            layout["xaxis"] = plot.axis("%", range=[0, 100])
-            whole = "whole"
-        columns = [f"{plot.PART_NAMES[name]} {unit}={key}.{name}" for name in PARTS]
-        yield HalfFigure(
-            title,
-            about,
-            table(
-                [row | {"whole": 100.0} for row in profile["ranks"]],
-                ", ".join(["rank", f"step {unit}={whole}", *columns]),
-            ),
-            [
-                rank_bars(
-                    profile,
-                    plot.PART_NAMES[name],
-                    f"{key}.{name}",
-                    plot.PART_COLOURS[name],
-                    unit,
-                )
-                for name in PARTS
-                if any(column(profile["ranks"], f"{key}.{name}"))
-            ],
-            layout,
-        )
+        bars = [
+            _rank_bars(rows, plot.NAMES[name], f"{key}.{name}", plot.PART_COLOURS[name], unit)
+            for name in PARTS
+            if any(column(profile["ranks"], f"{key}.{name}"))
+        ]
+        columns = ", ".join(f"{plot.NAMES[name]} {unit}={key}.{name}" for name in PARTS)
+        words: dict[str, Any] = {"left_out": left_out, "steps": steps, "parts": columns}
+        yield plot.figure(figure, with_whole, bars, unit_layout, **words)
 
 
 def waits(run: Run) -> Iterator[Figure]:
@@ -102,116 +82,79 @@ def waits(run: Run) -> Iterator[Figure]:
     cells = [
         [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in columns] for a in ranks
     ]
-    labels = [f"rank {rank}" for rank in ranks]
-    yield HalfFigure(
-        "Which rank waited for which",
-        "Milliseconds per step in which the rank of the row neither computed nor moved data, "
-        f"because the rank of the column had not arrived.{drawn}",
-        Table(
-            ["rank", *(f"for rank {rank} ms" for rank in columns)],
-            [(rank, *row) for rank, row in zip(ranks, cells, strict=True)],
-        ),
-        [
-            plot.heatmap(
-                [f"for {rank}" for rank in columns],
-                labels,
-                cells,
-                "ms",
-                hovertemplate="%{y} waited %{z:.2f} ms per step %{x}<extra></extra>",
-            )
-        ],
-        plot.heatmap_layout(labels),
+    heatmap = plot.heatmap(
+        [f"for {rank}" for rank in columns],
+        [f"rank {rank}" for rank in ranks],
+        cells,
+        "ms",
+        "%{y} waited %{z:.2f} ms per step %{x}",
     )
+    table_rows = [{"rank": rank, "ms": row} for rank, row in zip(ranks, cells, strict=True)]
+    titles = ", ".join(f"for rank {rank} ms=ms.{n}" for n, rank in enumerate(columns))
+    yield plot.figure("waits", table_rows, *heatmap, left_out=drawn, columns=titles)
     if rows := profile.get("stragglers"):
         yield _stragglers(rows, len(ranks))
 
 
 def _stragglers(rows: list[Row], ranks: int) -> Figure:
-    shown = rows[:_MOST_STRAGGLERS]
-    costs = [row["cost_s"] for row in shown]
-    named = [
-        row | {"part": plot.PART_NAMES.get(row["instead"]["part"], row["instead"]["part"])}
-        for row in rows
-    ]
+    drawn = rows[:_MOST_STRAGGLERS]
+    costs = [row["cost_s"] for row in drawn]
     bars = {
         "type": "bar",
-        "x": [f"rank {row['rank']}" for row in shown],
+        "x": [f"rank {row['rank']}" for row in drawn],
         "y": column(costs, "1e3*mean"),
         "error_y": {
-            "type": "data",
             "array": [1e3 * (cost["max"] - cost["mean"]) for cost in costs],
             "arrayminus": [1e3 * (cost["mean"] - cost["min"]) for cost in costs],
-            "thickness": 1.2,
         },
         "marker": {"color": plot.VERMILION},
         "width": 0.5,
         "hovertemplate": "others wait %{y:.2f} ms per step for %{x}<extra></extra>",
     }
-    return HalfFigure(
-        "Late ranks",
-        "Time per step that the others lost to each rank: bars are the mean, error bars the "
-        "least and the most over steps. The last columns of the table show where to look.",
-        table(
-            named,
-            "rank, others wait ms=1e3*cost_s.mean, least ms=1e3*cost_s.min, "
-            "most ms=1e3*cost_s.max, of the step %=100*cost_share, in steps=steps, "
-            "of steps=of_steps, last at=last, of collectives=of_collectives, longer in=part, "
-            "ms longer=1e3*instead.seconds",
-        ),
-        [bars],
-        {
-            "height": min(620, 190 + 34 * ranks),
-            "xaxis": {"type": "category"},
-            "yaxis": plot.axis("ms per step", rangemode="tozero"),
-        },
-    )
+    layout = {
+        "height": min(620, 190 + 34 * ranks),
+        "xaxis": {"type": "category"},
+        "yaxis": plot.axis("ms per step", rangemode="tozero"),
+    }
+    parts = [row["instead"]["part"] for row in rows]
+    named = [row | {"part": plot.NAMES.get(p, p)} for row, p in zip(rows, parts, strict=True)]
+    return plot.figure("late_ranks", named, [bars], layout)
 
 
 def utilization(run: Run) -> Iterator[Figure]:
     """The share of the step in which each rank computes."""
     profile = run.profile or {}
+    rows, left_out = _drawn_ranks(profile)
     imbalance = _imbalance([row["busy"] for row in profile["ranks"]])
-    height = bars_height(shown_ranks(profile))
-    yield HalfFigure(
-        "Utilization by rank",
-        f"Share of the step in which the rank computes; {imbalance}.{ranks_left_out(profile)}",
-        table(profile["ranks"], "rank, computing %=100*busy"),
-        [rank_bars(profile, "computing", "100*busy", plot.BLUE, "% of the step", width=0.6)],
-        plot.bar_layout("%", height, xaxis=plot.axis("%", range=[0, 100])),
-    )
+    bars = _rank_bars(rows, "computing", "100*busy", plot.BLUE, "% of the step", width=0.6)
+    layout = plot.bar_layout("%", _bars_height(rows), xaxis=plot.axis("%", range=[0, 100]))
+    words: dict[str, Any] = {"imbalance": imbalance, "left_out": left_out}
+    yield plot.figure("utilization", profile["ranks"], [bars], layout, **words)
 
 
 def memory(run: Run) -> Iterator[Figure]:
     """Peak memory of device and process, if the traces have it."""
     profile = run.profile or {}
-    kinds = {
-        name: (f"{1 / _GIB}*{key}?", colour, values)
-        for name, key, colour in (
-            ("device", "memory_bytes", plot.PURPLE),
-            ("process", "host_memory_bytes", plot.SKY),
-        )
-        if (values := [row[key] for row in profile["ranks"] if row.get(key)])
-    }
-    if not kinds:
-        return
-    imbalances = "; ".join(f"{name}: {_imbalance(kinds[name][2])}" for name in kinds)
-    columns = ["rank", *(f"{name} GiB={source}" for name, (source, _, _) in kinds.items())]
-    yield HalfFigure(
-        "Memory by rank",
-        f"Peak use. {imbalances.capitalize()}.{ranks_left_out(profile)}",
-        table(profile["ranks"], ", ".join(columns)),
-        [
-            rank_bars(profile, name, source, colour, "GiB")
-            for name, (source, colour, _) in kinds.items()
-        ],
-        plot.bar_layout(
-            "GiB",
-            bars_height(shown_ranks(profile)),
-            xaxis=plot.axis("GiB", rangemode="tozero"),
-            barmode="group",
-            showlegend=True,
-        ),
-    )
+    rows, left_out = _drawn_ranks(profile)
+    imbalances, columns, bars = [], [], []
+    for name, key, colour in (
+        ("device", "memory_bytes", plot.PURPLE),
+        ("process", "host_memory_bytes", plot.SKY),
+    ):
+        if values := [row[key] for row in profile["ranks"] if row.get(key)]:
+            imbalances.append(f"{name}: {_imbalance(values)}")
+            columns.append(f"{name} GiB={1 / _GIB}*{key}?")
+            bars.append(_rank_bars(rows, name, f"{1 / _GIB}*{key}?", colour, "GiB"))
+    if bars:
+        layout = plot.bar_layout("GiB", _bars_height(rows), barmode="group", showlegend=True)
+        layout["xaxis"] |= {"rangemode": "tozero"}
+        imbalance = "; ".join(imbalances).capitalize()
+        words: dict[str, Any] = {
+            "imbalance": imbalance,
+            "left_out": left_out,
+            "kinds": ", ".join(columns),
+        }
+        yield plot.figure("memory", profile["ranks"], bars, layout, **words)
 
 
 def _imbalance(values: list[float]) -> str:
@@ -221,3 +164,79 @@ def _imbalance(values: list[float]) -> str:
     if difference is None:
         return "nothing to compare"
     return f"ranks differ by {100 * difference:.1f} %"
+
+
+def overlap(run: Run) -> Iterator[Figure]:
+    """How much communication is hidden, and how much of a step moves data, on each rank."""
+    profile = run.profile or {}
+    if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
+        return
+    rows, left_out = _drawn_ranks(profile)
+    limit = 100 * COMM_RATIO_LIMIT
+    bars = [
+        _rank_bars(rows, "hidden, of communication and waiting", "100*overlap", plot.SKY, "%"),
+        _rank_bars(rows, "moving data, of the step", "100*comm_ratio", plot.ORANGE, "%"),
+    ]
+    layout = plot.bar_layout("%", _bars_height(rows), barmode="group")
+    layout["xaxis"] |= {"range": [0, 100]}
+    layout["shapes"] = [plot.dotted_line(plot.ORANGE, x=limit)]
+    words: dict[str, Any] = {"limit": f"{limit:.0f}", "left_out": left_out}
+    yield plot.figure("overlap", profile["ranks"], bars, layout, **words)
+
+
+def communication(run: Run) -> Iterator[Figure]:
+    """Time by mesh axis and by operation, then bandwidth."""
+    profile = run.profile or {}
+    if profile.get("axes"):
+        yield _by_axis(profile["axes"])
+    rows = profile["comm"]
+    if not rows:
+        return
+    steps = max(row["steps"] for row in profile["ranks"])
+    drawn = rows[:_MOST_OPERATIONS]
+    left_out = f" {len(drawn)} of {len(rows)} rows are drawn." * (len(drawn) < len(rows))
+    labels = _operation_labels(drawn)
+    transfers = [1e3 * row["transfer_s"]["total"] / steps for row in drawn]
+    waiting = [1e3 * row["wait_s"]["mean"] * row["count"] / steps for row in drawn]
+    height = 150 + 28 * max(3, len(drawn))
+    bars = [
+        plot.bar("moving data", labels, transfers, plot.ORANGE, "ms per step"),
+        plot.bar("waiting", labels, waiting, plot.VERMILION, "ms per step"),
+    ]
+    layout = plot.bar_layout("ms per step", height, barmode="stack")
+    described = [row | {"group": row["description"] or row["group"]} for row in rows]
+    yield plot.figure("by_operation", described, bars, layout, left_out=left_out)
+    known = [
+        row | {"operation": f"{row['op']} {row.get('axis') or ''}".strip()}
+        for row in sorted(rows, key=lambda row: row["bytes"] or 0)
+        if row["bytes"] and row["busbw_gbs"]
+    ]
+    if known:
+        groups = plot.grouped(known, lambda row: row["operation"])
+        curves, layout = plot.size_curves(groups, "busbw_gbs", "GB/s", line={"width": 1})
+        group_rows = [row for group in groups.values() for row in group]
+        yield plot.figure("bus_bandwidth", group_rows, curves, layout | {"height": height})
+
+
+def _by_axis(rows: list[Row]) -> Figure:
+    labels = [row["axis"] or "unknown" for row in rows]
+    bars = []
+    for name in ("hidden", "exposed", "wait"):
+        values, colour = column(rows, f"1e3*{name}_s"), plot.PART_COLOURS[name]
+        bars.append(plot.bar(name, labels, values, colour, "ms per step"))
+    layout = plot.bar_layout("ms per step", 150 + 30 * max(2, len(rows)), barmode="stack")
+    return plot.figure("by_axis", rows, bars, layout)
+
+
+def _operation_labels(rows: list[Row]) -> list[str]:
+    """Operation and size; rows with equal labels also get their group, to have separate bars."""
+    labels = []
+    for row in rows:
+        size = "size unknown" if row["bytes"] is None else format_bytes(row["bytes"])
+        labels.append(f"{row['op']} {size}")
+    return [
+        f"{label} {row.get('axis') or ''} {row['group']} {row['dtype']}".replace("  ", " ")
+        if labels.count(label) > 1
+        else label
+        for label, row in zip(labels, rows, strict=True)
+    ]

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,18 +12,25 @@ from tutti.profile.explain import Explanation
 from tutti.profile.rank_trace import Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown
 from tutti.report import plot
-from tutti.report.plot import Figure, Table
+from tutti.report.plot import Figure
 from tutti.report.sources import Run
 
 _MOST_BARS = 1500  # a browser draws each bar as a separate element
 _MOST_RANKS = 16
 _RESOLUTION = 2000  # a pause of less than 1 / 2000 of the step is too short for a screen
 _LANES = ("computes", "communicates", "waits", "buckets")
-_NAMES = plot.PART_NAMES | {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
+_BUCKETS = {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
+_NAMES = {part: plot.NAMES[part] for part in plot.PART_COLOURS} | _BUCKETS
 _COLOURS = plot.PART_COLOURS | {"ready": "#f0c674", "reduced": "#9a6fb0"}
 
-# (rank, lane, part, start, length, details); seconds from the step's start
-_Bar = tuple[int, str, str, float, float, str]
+
+class _Bar(NamedTuple):
+    rank: int
+    lane: str
+    part: str
+    start: float  # seconds since the step began
+    length: float
+    details: str
 
 
 def timeline(run: Run) -> Iterator[Figure]:
@@ -34,74 +41,64 @@ def timeline(run: Run) -> Iterator[Figure]:
     ranks = sorted(steps)[:_MOST_RANKS]
     begin = min(steps[rank].start for rank in ranks)
     length = max(steps[rank].end for rank in ranks) - begin
-    traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
+    rank_traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
     split = {each.rank: each for each in run.explanation.steps if each.step == number}
     # Join bars over pauses too short for a screen, then over longer pauses until bars are few.
     shortest = length / _RESOLUTION
     while True:
-        bars = [bar for t in traces for bar in _part_bars(t, split[t.rank], begin, shortest)]
+        bars = [
+            bar
+            for trace in rank_traces
+            for bar in _part_bars(trace, split[trace.rank], begin, begin + length, shortest)
+        ]
         if len(bars) <= _MOST_BARS:
             break
         shortest *= 2
     buckets = (run.profile or {}).get("buckets") or []
-    bars += [bar for bar in _bucket_bars(buckets, number, steps, begin) if bar[0] in ranks]
-    used = {(rank, lane) for rank, lane, *_ in bars}
+    bars += [bar for bar in _bucket_bars(buckets, number, steps, begin) if bar.rank in ranks]
+    used = {(bar.rank, bar.lane) for bar in bars}
     labels = [f"rank {rank} {lane}" for rank in ranks for lane in _LANES if (rank, lane) in used]
     drawn = f" {len(ranks)} of {len(steps)} ranks are drawn." * (len(ranks) < len(steps))
-    yield Figure(
-        f"Timeline of step {number}",
-        f"All ranks on one clock, in the step of median length. Pauses shorter than "
-        f"{1e6 * shortest:.0f} µs are not drawn.{drawn}",
-        Table(
-            ["rank", "lane", "part", "start ms", "length ms", "details"],
-            [
-                (rank, lane, _NAMES[part], 1e3 * start, 1e3 * seconds, details)
-                for rank, lane, part, start, seconds, details in bars
-            ],
-        ),
-        [
-            _plotly_bars(part, own)
-            for part in _NAMES
-            if (own := [bar for bar in bars if bar[2] == part])
-        ],
-        {
-            "barmode": "overlay",
-            "bargap": 0.12,
-            "height": 140 + 22 * len(labels),
-            "xaxis": plot.axis("ms since the step began", range=[0, 1e3 * length]),
-            "yaxis": plot.LABEL_AXIS
-            | {"categoryorder": "array", "categoryarray": labels, "showgrid": False},
-        },
-    )
+    traces = [
+        _plotly_bars(part, part_bars)
+        for part in _NAMES
+        if (part_bars := [bar for bar in bars if bar.part == part])
+    ]
+    layout = plot.bar_layout("ms since the step began", 140 + 22 * len(labels), barmode="overlay")
+    layout["bargap"] = 0.12
+    layout["xaxis"] |= {"range": [0, 1e3 * length]}
+    layout["yaxis"] |= {"categoryorder": "array", "categoryarray": labels, "showgrid": False}
+    rows = [bar._asdict() | {"part": _NAMES[bar.part]} for bar in bars]
+    words: dict[str, Any] = {"number": number, "shortest": f"{1e6 * shortest:.0f}"}
+    yield plot.figure("timeline", rows, traces, layout, left_out=drawn, **words)
 
 
 def _median_step(explanation: Explanation) -> tuple[int, dict[int, Step]]:
-    """The number of the step of median length, and the Step of each rank.
+    """Return the number of the step of median length, and the Step of each rank.
 
-    Only steps that the largest number of ranks recorded are considered.
+    Only the steps that most ranks have recorded are considered.
     """
     steps: dict[int, dict[int, Step]] = defaultdict(dict)
     for trace in explanation.traces:
         for step in trace.steps:
             steps[step.number][trace.rank] = step
-    most = max(len(each) for each in steps.values())
+    most = max(map(len, steps.values()))
     lengths = {
-        number: max(step.end - step.start for step in each.values())
-        for number, each in steps.items()
-        if len(each) == most
+        number: max(step.end - step.start for step in ranks.values())
+        for number, ranks in steps.items()
+        if len(ranks) == most
     }
     middle = median(lengths.values())
-    number = min(lengths, key=lambda each: abs(lengths[each] - middle))
+    number = min(lengths, key=lambda number: abs(lengths[number] - middle))
     return number, steps[number]
 
 
 def _part_bars(
-    trace: RankTrace, split: StepBreakdown, begin: float, shortest: float
+    trace: RankTrace, split: StepBreakdown, begin: float, end: float, shortest: float
 ) -> Iterator[_Bar]:
     """The parts of a step in three lanes."""
     parts = split.intervals
-    last = max((float(each.ends[-1]) for each in parts.values() if len(each.ends)), default=begin)
-    during = [each for each in trace.collectives if each.end > begin and each.arrival < last]
+    in_step = [c for c in trace.collectives if c.end > begin and c.arrival < end]
     for lane, part, intervals, details in (
         ("computes", "compute", parts["compute"] | parts["hidden"], ""),
         ("computes", "input", parts["input"], "the data loader"),
@@ -111,23 +108,18 @@ def _part_bars(
         ("waits", "wait", parts["wait"], ""),
         ("waits", "bubble", parts["bubble"], "for the peer"),
     ):
-        for start, end in _visible(intervals, shortest):
+        for start, stop in _visible(intervals, shortest):
             if lane == "communicates":
                 details = ", ".join(
-                    f"{each.operation} {format_bytes(each.bytes) if each.bytes else ''}".strip()
-                    for each in during
-                    if each.arrival < end and each.end > start
+                    f"{c.operation} {format_bytes(c.bytes) if c.bytes else ''}".strip()
+                    for c in in_step
+                    if c.arrival < stop and c.end > start
                 )
             elif part == "wait":
-                late = {
-                    each.last_rank
-                    for each in during
-                    if each.last_rank is not None
-                    and each.arrival < end
-                    and each.transfer_start > start
-                }
-                details = f"for rank {', '.join(map(str, sorted(late - {trace.rank})))}"
-            yield trace.rank, lane, part, start - begin, end - start, details[:120]
+                waited = [c for c in in_step if c.arrival < stop and c.transfer_start > start]
+                late = {c.last_rank for c in waited if c.last_rank not in (None, trace.rank)}
+                details = f"for rank {', '.join(map(str, sorted(late)))}"
+            yield _Bar(trace.rank, lane, part, start - begin, stop - start, details[:120])
 
 
 def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]:
@@ -151,10 +143,10 @@ def _bucket_bars(
         offset = steps[rank].start - begin
         size = format_bytes(row["bytes"]) if row["bytes"] else "size unknown"
         details = f"bucket {row['index']}, {size}"
-        ready, started, done = (row[key] for key in ("ready_s", "started_s", "done_s"))
+        ready, started, done = row["ready_s"], row["started_s"], row["done_s"]
         if started > ready:
-            yield rank, "buckets", "ready", offset + ready, started - ready, details
-        yield rank, "buckets", "reduced", offset + started, done - started, details
+            yield _Bar(rank, "buckets", "ready", offset + ready, started - ready, details)
+        yield _Bar(rank, "buckets", "reduced", offset + started, done - started, details)
 
 
 def _plotly_bars(part: str, bars: list[_Bar]) -> dict[str, Any]:
@@ -162,11 +154,11 @@ def _plotly_bars(part: str, bars: list[_Bar]) -> dict[str, Any]:
         "type": "bar",
         "orientation": "h",
         "name": _NAMES[part],
-        "y": [f"rank {rank} {lane}" for rank, lane, *_ in bars],
-        "base": [1e3 * start for _, _, _, start, _, _ in bars],
-        "x": [1e3 * length for _, _, _, _, length, _ in bars],
+        "y": [f"rank {bar.rank} {bar.lane}" for bar in bars],
+        "base": [1e3 * bar.start for bar in bars],
+        "x": [1e3 * bar.length for bar in bars],
         # For a bar with a base, plotly's %{x} is the end of the bar, not its length.
-        "customdata": [[1e3 * length, details] for _, _, _, _, length, details in bars],
+        "customdata": [[1e3 * bar.length, bar.details] for bar in bars],
         "marker": {"color": _COLOURS[part], "line": {"width": 0}},
         "hovertemplate": (
             "%{y}: %{customdata[0]:.3f} ms from %{base:.3f} ms<br>%{customdata[1]}"

@@ -1,22 +1,13 @@
-"""Checkpoints on disk: directory names, files with checksums, and the index.
+"""Checkpoints on disk: the index, and tensor files with checksums.
 
-A run's checkpoint directory:
+    step-00000120/            a complete checkpoint
+      rank0.safetensors, …    shards of tensors, written with the safetensors library
+      index.json              dtype, shape and shards of every tensor; file sizes; training state
+      SHA256SUMS              checksums of all other files, in the format of `sha256sum -c`
 
-    step-00000120             a complete checkpoint
-    step-00000120.<hex>.tmp   a checkpoint that is being written or removed; never loaded
-    step-00000120.superseded  a later step than the one the run resumed from; never loaded
-    .writer                   the token of the run that writes to this directory
-
-A checkpoint:
-
-    rank0.safetensors, …      shards of tensors, written with the safetensors library
-    index.json                dtype, shape and shards of every tensor; file sizes; training state
-    SHA256SUMS                checksums of all other files, as `sha256sum -c` reads them
-
-Files may come from an untrusted source. File names are restricted to the names above, links and
+Files may come from an untrusted source: file names are restricted to the names above, links and
 pipes are refused, and the shards of a tensor must cover every element exactly once. So nothing
-outside the directory is read, and no tensor is larger than the data in the files. Every problem
-raises `Damaged`, whose message names the file.
+outside the directory is read, and no tensor is larger than the data in the files.
 """
 
 import errno
@@ -26,17 +17,13 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
-
-from tutti.measure.files import write_atomically
 
 SCHEMA = "tutti.checkpoint/1"
 INDEX = "index.json"
@@ -63,23 +50,60 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _STEP = re.compile(r"step-([0-9]{8,})", re.ASCII)
-_LEFTOVER = re.compile(r"step-[0-9]{8,}\.[0-9a-f]+\.tmp|\.\.writer\..+", re.ASCII)
-_TENSOR_FILE = re.compile(r"rank(0|[1-9][0-9]{0,8})\.safetensors", re.ASCII)
-_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9.]+)", re.ASCII)
-_WRITER = ".writer"
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (index\.json|rank[0-9]{1,9}\.safetensors)", re.ASCII)
 _MAX_TEXT_BYTES = 1 << 30
-_MAX_DIMS = 64  # as in torch
 
 
 class Damaged(Exception):
     """A file is missing, changed or malformed; the message names the file and the problem."""
 
 
-# The directory of a run's checkpoints.
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its offset and size in each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Chunk(TypedDict):
+    """A box of a tensor, and the file and key under which its bytes are stored."""
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    file: str
+    key: str
+
+
+class SavedTensor(TypedDict):
+    """A tensor in a checkpoint. Its chunks hold every element exactly once."""
+
+    dtype: str
+    shape: Sequence[int]
+    chunks: list[Chunk]
+
+
+class Index(TypedDict):
+    """The content of index.json: everything in a checkpoint except the bytes of the tensors."""
+
+    schema: str
+    step: int
+    ranks: int
+    versions: dict[str, str]
+    state: dict[str, Any]
+    # The optimizer's kind (class name), options of its groups, and values[parameter name][slot]:
+    # the numbers and strings in its state.
+    optimizer: dict[str, Any] | None
+    files: dict[str, dict[str, Any]]  # bytes and sha256 of each tensor file
+    tensors: dict[str, SavedTensor]
 
 
 def step_name(step: int) -> str:
+    """Return the name of the directory of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def tensor_file_name(rank: int) -> str:
+    return f"rank{rank}.safetensors"
 
 
 def saved_steps(directory: str | Path) -> list[int]:
@@ -91,299 +115,64 @@ def saved_steps(directory: str | Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
-def claim_directory(directory: Path, token: str) -> None:
-    """Make this run the only writer of the directory, and remove unfinished checkpoints.
-
-    An earlier run that is still alive finds its temporary folder gone, or another token in
-    `.writer`, and its save fails.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in os.listdir(directory):
-        if _LEFTOVER.fullmatch(name):
-            discard(directory / name)
-    write_atomically(directory / _WRITER, token)
-
-
-def is_writer(directory: Path, token: str) -> bool:
-    """Return whether the run with this token was the last to claim the directory."""
-    return (directory / _WRITER).read_text() == token
-
-
-def discard(path: Path) -> None:
-    """Remove a file or folder; errors while removing a folder are ignored."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    # The folder is renamed first: a partly removed one must not have the name of a checkpoint.
-    removed = path.with_name(f"{path.name.split('.')[0]}.{os.urandom(4).hex()}.tmp")
-    try:
-        os.rename(path, removed)
-    except OSError:
-        removed = path
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def supersede(path: Path) -> None:
-    """Keep a checkpoint under a name that is never loaded."""
-    superseded = path.with_name(f"{path.name}.superseded")
-    if superseded.exists():
-        discard(superseded)
-    os.rename(path, superseded)
-
-
-def prune(directory: Path, step: int, keep: int | None) -> None:
-    """After `step` is saved, remove all but the newest `keep` checkpoints up to this step.
-
-    A checkpoint of a later step was damaged, or was written before the run resumed from an earlier
-    step. The next start must not load such a checkpoint, so it is renamed by `supersede` and left
-    for the user to inspect.
-    """
-    steps = saved_steps(directory)
-    for later in (other for other in steps if other > step):
-        supersede(directory / step_name(later))
-    discard(directory / f"{step_name(step)}.superseded")
-    earlier = [other for other in steps if other <= step]
-    for old in earlier[: -keep if keep else 0]:
-        discard(directory / step_name(old))
-
-
-# Files with checksums.
-
-
-class FileRecord(NamedTuple):
-    """Size and checksum of a file, to detect later changes."""
-
-    bytes: int
-    sha256: str
-
-
-def write_synced(path: Path, content: bytes) -> FileRecord:
-    """Write a new file and sync it to the disk."""
-    path.write_bytes(content)
-    sync_path(path)
-    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
-
-
-def sync_path(path: Path) -> None:
-    """Sync a file's content, or a directory's names (new files, renames), to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading; refuse links and pipes (reading a pipe may block)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        reasons = {errno.ELOOP: "is a symbolic link", errno.ENOENT: "is missing"}
-        reason = reasons.get(error.errno or 0, f"cannot be read: {error.strerror}")
-        raise Damaged(f"{path.name} {reason}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise Damaged(f"{path.name} is not a regular file")
-    return open(descriptor, "rb")
-
-
-def record_of(path: Path) -> FileRecord:
-    with open_regular(path) as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(os.fstat(file.fileno()).st_size, sha256)
-
-
-def _read_text(path: Path) -> bytes:
-    with open_regular(path) as file:
-        content = file.read(_MAX_TEXT_BYTES + 1)
-    if len(content) > _MAX_TEXT_BYTES:
-        raise Damaged(f"{path.name} has more than {_MAX_TEXT_BYTES} bytes")
-    return content
-
-
-# The index.
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: its offset and size in each dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.sizes)
-
-
-class Chunk(NamedTuple):
-    """A box of a tensor, and the file and key under which its bytes are stored."""
-
-    box: Box
-    file: str
-    key: str
-
-
-class SavedTensor(NamedTuple):
-    """A tensor in a checkpoint. Its chunks hold every element exactly once."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """The part of an optimizer's state that is not tensors, as JSON values."""
-
-    kind: str
-    groups: list[dict[str, Any]]
-    # Numbers and strings in the optimizer's state: values[parameter name][slot].
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Index:
-    """Everything in a checkpoint except the bytes of the tensors."""
-
-    step: int
-    ranks: int
-    tensors: dict[str, SavedTensor]
-    files: dict[str, FileRecord]
-    optimizer: OptimizerOptions | None
-    state: dict[str, Any]
-
-
-def tensor_file_name(rank: int) -> str:
-    return f"rank{rank}.safetensors"
-
-
-def write_index(folder: Path, index: Index, versions: Mapping[str, str]) -> None:
-    tensors = {
-        name: {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "chunks": [{**c.box._asdict(), "file": c.file, "key": c.key} for c in tensor.chunks],
-        }
-        for name, tensor in index.tensors.items()
-    }
-    value = {
-        "schema": SCHEMA,
-        "step": index.step,
-        "ranks": index.ranks,
-        "versions": dict(versions),
-        "state": index.state,
-        "optimizer": None if index.optimizer is None else asdict(index.optimizer),
-        "files": {name: {"bytes": record.bytes} for name, record in index.files.items()},
-        "tensors": tensors,
-    }
-    records = {**index.files, INDEX: write_synced(folder / INDEX, json.dumps(value).encode())}
-    lines = [f"{record.sha256}  {name}\n" for name, record in sorted(records.items())]
-    write_synced(folder / SUMS, "".join(lines).encode())
+def write_index(folder: Path, index: Index) -> None:
+    """Write index.json and SHA256SUMS."""
+    write_synced(folder / INDEX, json.dumps(index))
+    records = {**index["files"], INDEX: record_of(folder / INDEX)}
+    lines = [f"{record['sha256']}  {name}\n" for name, record in sorted(records.items())]
+    write_synced(folder / SUMS, "".join(lines))
 
 
 def read_index(directory: Path) -> Index:
-    """Read the index of a checkpoint and check its checksum and its consistency."""
-    sums = _read_sums(directory)
-    text = _read_text(directory / INDEX)
-    if hashlib.sha256(text).hexdigest() != sums.pop(INDEX):
-        raise Damaged(f"{INDEX} does not have the recorded checksum")
-    try:
-        value = json.loads(text)
-        if value["schema"] != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
-        index = Index(
-            step=_count(value["step"]),
-            ranks=_count(value["ranks"]),
-            tensors={name: _tensor(name, each) for name, each in value["tensors"].items()},
-            files={
-                name: FileRecord(_count(each["bytes"]), sums.get(name, ""))
-                for name, each in value["files"].items()
-            },
-            optimizer=_optimizer(value["optimizer"]),
-            state=dict(value["state"]),
-        )
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{INDEX} is malformed ({type(error).__name__}: {error})") from None
-    for file in index.files:
-        if not _TENSOR_FILE.fullmatch(file):
-            raise Damaged(f"{INDEX} names the file {file!r}, which is not a tensor file")
-    if set(sums) != set(index.files):
-        raise Damaged(f"{SUMS} and {INDEX} do not name the same files")
-    for name, tensor in index.tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.file not in index.files:
-                raise Damaged(f"{INDEX}: {name} is in {chunk.file!r}, which is not in its files")
-    return index
-
-
-def open_tensors(path: Path) -> Any:
-    """Open a tensor file with safetensors, which maps it into memory and checks its header."""
-    open_regular(path).close()
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise Damaged(f"{path.name} is not a tensor file: {error}") from None
-
-
-def check_tensor_files(directory: Path, index: Index, files: Collection[str]) -> None:
-    """Raise Damaged unless these files are unchanged and hold the tensors of the index."""
-    stored = {}
-    for name in files:
-        found, expected = record_of(directory / name), index.files[name]
-        if found.bytes != expected.bytes:
-            raise Damaged(f"{name} has {found.bytes} bytes, {expected.bytes} were written")
-        if found.sha256 != expected.sha256:
-            raise Damaged(f"{name} does not have the recorded checksum")
-        file = open_tensors(directory / name)
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        stored[name] = {k: (each.get_dtype(), each.get_shape()) for k, each in slices.items()}
-    for name, tensor in index.tensors.items():
-        for chunk in tensor.chunks:
-            kind = (DTYPE_NAMES[tensor.dtype], [*chunk.box.sizes])
-            if chunk.file in stored and stored[chunk.file].get(chunk.key) != kind:
-                raise Damaged(f"{chunk.file} does not hold {name} as {INDEX} describes it")
-
-
-def _read_sums(directory: Path) -> dict[str, str]:
+    """Read the index of a checkpoint; raises Damaged if its checksum or its content is wrong."""
     lines = _read_text(directory / SUMS).decode(errors="replace").split("\n")
     matches = [_SUM_LINE.fullmatch(line) for line in lines[:-1]]
     sums = {match[2]: match[1] for match in matches if match}
     if lines[-1] != "" or len(sums) != len(matches) or INDEX not in sums:
         raise Damaged(f"{SUMS} is not a list of checksums that includes {INDEX}")
-    return sums
+    text = _read_text(directory / INDEX)
+    if hashlib.sha256(text).hexdigest() != sums.pop(INDEX):
+        raise Damaged(f"{INDEX} does not have the recorded checksum")
+    try:
+        index: Index = json.loads(text)
+        _check_index(index, sums)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{INDEX} is malformed ({type(error).__name__}: {error})") from None
+    for name, record in index["files"].items():
+        record["sha256"] = sums[name]
+    return index
 
 
-def _tensor(name: str, value: Any) -> SavedTensor:
-    chunks = []
-    for each in value["chunks"]:
-        file, key = each["file"], each["key"]
-        if not (isinstance(file, str) and isinstance(key, str)):
-            raise ValueError(f"{name} has a chunk without a file or a key")
-        chunks.append(Chunk(Box(_shape(each["offsets"]), _shape(each["sizes"])), file, key))
-    shape = _shape(value["shape"])
-    if problem := cover_problem(shape, [chunk.box for chunk in chunks]):
-        raise ValueError(f"{name}: {problem}")
-    return SavedTensor(DTYPES[value["dtype"]], shape, tuple(chunks))
+def _check_index(index: Index, files: Collection[str]) -> None:
+    """Raise an exception if a value is not of the kind that `write_index` writes."""
+    if index["schema"] != SCHEMA:
+        raise ValueError(f"the schema is not {SCHEMA}")
+    if set(index["files"]) != set(files):
+        raise ValueError(f"{SUMS} names other files")
+    _check_counts([index["step"], index["ranks"]])
+    _check_counts([record["bytes"] for record in index["files"].values()])
+    options = [index["state"]]
+    if (optimizer := index["optimizer"]) is not None:
+        options += [optimizer["values"], *optimizer["groups"], *optimizer["values"].values()]
+    if not all(isinstance(values, dict) for values in options):
+        raise ValueError("the training state or the optimizer is not a dictionary")
+    for name, tensor in index["tensors"].items():
+        _check_counts(tensor["shape"])
+        boxes = []
+        for chunk in tensor["chunks"]:
+            _check_counts([*chunk["offsets"], *chunk["sizes"]])
+            boxes.append(Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])))
+            if chunk["file"] not in files or not isinstance(chunk["key"], str):
+                raise ValueError(f"{name} is in {chunk['file']!r}, which is not listed in files")
+        problem = cover_problem(tuple(tensor["shape"]), boxes)
+        if problem or tensor["dtype"] not in DTYPES:
+            raise ValueError(f"{name}: {problem or tensor['dtype']}")
 
 
-def _optimizer(value: Any) -> OptimizerOptions | None:
-    if value is None:
-        return None
-    groups = [dict(group) for group in value["groups"]]
-    values = {name: dict(slots) for name, slots in value["values"].items()}
-    return OptimizerOptions(str(value["kind"]), groups, values)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if len(value) > _MAX_DIMS:
-        raise ValueError(f"a shape of {len(value)} dims")
-    return tuple(map(_count, value))
+def _check_counts(values: Sequence[Any]) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{value!r} is not a count")
 
 
 def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
@@ -400,8 +189,80 @@ def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
         spans = sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes})
         starts, ends = [start for start, _ in spans], [start + length for start, length in spans]
         if [*starts, size] != [0, *ends] or any(length < 1 for _, length in spans):
-            return f"its shards do not cover dim {dim} of size {size} exactly once"
+            return f"the shards do not cover dim {dim} of size {size} exactly once"
         cells *= len(spans)
     if not len(boxes) == len(set(boxes)) == cells:
-        return f"it has {len(boxes)} shards instead of {cells}"
+        return f"there are {len(boxes)} shards instead of {cells}"
     return None
+
+
+def check_tensor_files(directory: Path, index: Index, files: Collection[str]) -> None:
+    """Raise Damaged unless these files are unchanged and hold the tensors of the index."""
+    stored = {}
+    for name in files:
+        found, expected = record_of(directory / name), index["files"][name]
+        if found["bytes"] != expected["bytes"]:
+            raise Damaged(f"{name} has {found['bytes']} bytes instead of {expected['bytes']}")
+        if found != expected:
+            raise Damaged(f"{name} does not have the recorded checksum")
+        file = open_tensors(directory / name)
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        stored[name] = {k: (part.get_dtype(), part.get_shape()) for k, part in slices.items()}
+    for name, tensor in index["tensors"].items():
+        for chunk in tensor["chunks"]:
+            kind = (tensor["dtype"], chunk["sizes"])
+            if chunk["file"] in stored and stored[chunk["file"]].get(chunk["key"]) != kind:
+                raise Damaged(f"{chunk['file']} does not hold {name} as {INDEX} describes it")
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a tensor file with safetensors, which maps it into memory and checks its header."""
+    open_regular(path).close()
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{path.name} is not a tensor file: {error}") from None
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading; refuse links and pipes (reading a pipe may block)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        reasons = {errno.ELOOP: "is a symbolic link", errno.ENOENT: "is missing"}
+        reason = reasons.get(error.errno or 0, f"cannot be read: {error.strerror}")
+        raise Damaged(f"{path.name} {reason}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{path.name} is not a regular file")
+    return open(descriptor, "rb")
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """Return the size and the checksum of a file, to detect later changes."""
+    with open_regular(path) as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
+
+
+def _read_text(path: Path) -> bytes:
+    with open_regular(path) as file:
+        content = file.read(_MAX_TEXT_BYTES + 1)
+    if len(content) > _MAX_TEXT_BYTES:
+        raise Damaged(f"{path.name} has more than {_MAX_TEXT_BYTES} bytes")
+    return content
+
+
+def write_synced(path: Path, content: str) -> None:
+    """Write a new file and sync it to the disk."""
+    path.write_text(content)
+    sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Sync a file's content, or a directory's names (new files, renames), to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

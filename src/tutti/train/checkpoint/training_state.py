@@ -5,12 +5,12 @@
     rng.<rank>.<generator>     random number generators of each rank
 
 Names are those of the unwrapped model: DDP, DataParallel, torch.compile and activation
-checkpointing do not change them, so a checkpoint of one engine loads into another.
+checkpointing do not change names, so a checkpoint of one engine loads into another engine.
 """
 
-import copy
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from tutti.parallel.rng import mixed_seed
-from tutti.train.checkpoint.format import Box, OptimizerOptions, SavedTensor
+from tutti.train.checkpoint.format import DTYPES, Box, SavedTensor
 from tutti.world.errors import UsageError
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Options that choose an implementation, not a result: these keep the running program's values.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+_SCALARS = (bool, int, float, str, type(None))
 
 
 def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
@@ -46,172 +47,127 @@ def unwrapped_name(model: nn.Module, name: str) -> str:
     *path, last = name.split(".")
     module, kept = model, []
     for part in path:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            is_wrapper = part == "module"
-        else:
-            is_wrapper = part in _WRAPPERS
-        if not is_wrapper:
+        is_parallel = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        if part not in ({"module"} if is_parallel else _WRAPPERS):
             kept.append(part)
         module = getattr(module, part)
     return ".".join([*kept, last])
 
 
-def model_tensors(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers without cloning; a shared tensor appears once.
+@dataclass(frozen=True)
+class TrainingState:
+    """A model and its optimizer, as tensors with the names of a checkpoint."""
 
-    aliases: name of a parameter that is a copy → name of the original parameter.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(f"checkpoints hold tensors: {name} is {type(value).__name__}")
-        if id(value) not in known:
-            known.add(id(value))
-            unwrapped = unwrapped_name(model, name)
-            # On a rank that has both an original and its copy, the original is used.
-            tensors.setdefault(f"model.{aliases.get(unwrapped, unwrapped)}", value.detach())
-    return tensors
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    aliases: Mapping[str, str]
+    """Name of a parameter that is a copy → name of the original, under which it is saved once."""
 
+    def model_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return parameters and persistent buffers with their names, without cloning.
 
-@torch.no_grad()
-def fill_copies(model: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Copy each loaded original parameter to its copies on the same rank."""
-    parameters = {unwrapped_name(model, name): each for name, each in model.named_parameters()}
-    for name, original in aliases.items():
-        if name in parameters and original in parameters:
-            parameters[name].copy_(parameters[original])
+        A tensor that several modules share appears once; a copy has the name of its original.
+        """
+        tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(f"checkpoints hold tensors: {name} is {type(value).__name__}")
+            tensors.setdefault(id(value), (f"model.{self._saved_name(name)}", value.detach()))
+        return [*tensors.values()]
 
+    def optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+        """Return the optimizer's tensors by name, and the rest of its state."""
+        if self.optimizer is None:
+            return {}, None
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for parameter, name in self._optimizer_parameters().items():
+            for slot, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer.{name}.{slot}"] = value.detach()
+                elif isinstance(value, _SCALARS):
+                    values.setdefault(name, {})[slot] = value
+                else:
+                    kind = type(value).__name__
+                    raise UsageError(f"checkpoints cannot hold {slot} of {name}, which is a {kind}")
+        groups = [_json_options(group) for group in self.optimizer.param_groups]
+        kind = type(self.optimizer).__name__
+        return tensors, {"kind": kind, "groups": groups, "values": values}
 
-# The optimizer.
+    def empty_slots(self, saved: Mapping[str, SavedTensor]) -> dict[nn.Parameter, dict[str, Any]]:
+        """Allocate the saved `optimizer.…` tensors, sharded as this rank's parameters are.
 
+        Parameters of other pipeline stages have no slots on this rank.
+        """
+        saved_slots: dict[str, list[str]] = {}
+        for full_name in saved:
+            path, _, slot = full_name.rpartition(".")
+            saved_slots.setdefault(path, []).append(slot)
+        slots: dict[nn.Parameter, dict[str, Any]] = {}
+        for parameter, name in self._optimizer_parameters().items():
+            for slot in saved_slots.get(f"optimizer.{name}", []):
+                tensor = saved[f"optimizer.{name}.{slot}"]
+                shape, dtype = [*tensor["shape"]], DTYPES[tensor["dtype"]]
+                empty = torch.empty(shape, dtype=dtype)
+                if [*parameter.shape] == shape:
+                    empty = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                slots.setdefault(parameter, {})[f"optimizer.{name}.{slot}"] = empty
+        return slots
 
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]
-) -> tuple[dict[str, torch.Tensor], OptimizerOptions]:
-    """Return the optimizer's tensors by name, and the rest of its state."""
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for name, parameter in _parameters(model, optimizer, aliases).items():
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{slot}"] = value.detach()
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                values.setdefault(name, {})[slot] = value
-            else:
-                kind = type(value).__name__
-                raise UsageError(f"checkpoints cannot hold {slot} of {name}: it is a {kind}")
-    groups = [_json_options(group) for group in optimizer.param_groups]
-    return tensors, OptimizerOptions(type(optimizer).__name__, groups, values)
+    def restore_optimizer(
+        self, options: Mapping[str, Any] | None, slots: Mapping[nn.Parameter, Mapping[str, Any]]
+    ) -> None:
+        """Restore the optimizer's state through its own `load_state_dict`."""
+        if self.optimizer is None or options is None:
+            return
+        state = {}
+        for parameter, name in self._optimizer_parameters().items():
+            tensors = slots.get(parameter, {}).items()
+            values = {full_name.rpartition(".")[2]: tensor for full_name, tensor in tensors}
+            if values := values | options["values"].get(name, {}):
+                state[id(parameter)] = values
+        groups = []
+        for group, saved in zip(self.optimizer.param_groups, options["groups"], strict=True):
+            restored = {
+                key: _as_type_of(group[key], value)
+                for key, value in saved.items()
+                if key in group and key not in _IMPLEMENTATION
+            }
+            groups.append({**group, **restored, "params": [id(value) for value in group["params"]]})
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+    def _optimizer_parameters(self) -> dict[nn.Parameter, str]:
+        """Map each parameter of the optimizer to its name in a checkpoint."""
+        names = {value: self._saved_name(name) for name, value in self.model.named_parameters()}
+        parameters = {}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        for parameter in (value for group in groups for value in group["params"]):
+            if parameter not in names:
+                raise UsageError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                    "model does not have: create the optimizer from model.parameters()"
+                )
+            parameters[parameter] = names[parameter]
+        return parameters
 
-def empty_optimizer_slots(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, SavedTensor],
-    aliases: Mapping[str, str],
-) -> dict[str, torch.Tensor]:
-    """Allocate the saved `optimizer.…` tensors, sharded as this rank's parameters are.
-
-    Parameters of other pipeline stages have no slots on this rank.
-    """
-    parameters = _parameters(model, optimizer, aliases)
-    slots = {}
-    for full_name, (dtype, shape, _) in saved.items():
-        kind, _, path = full_name.partition(".")
-        parameter = parameters.get(path.rpartition(".")[0])
-        if kind != "optimizer" or parameter is None:
-            continue
-        if tuple(parameter.shape) == shape:
-            empty = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            slots[full_name] = empty.detach()
-        else:
-            slots[full_name] = torch.empty(shape, dtype=dtype)
-    return slots
-
-
-def restore_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: OptimizerOptions,
-    slots: Mapping[str, torch.Tensor],
-    aliases: Mapping[str, str],
-) -> None:
-    """Restore the optimizer's state through its own `load_state_dict`."""
-    state = {name: dict(values) for name, values in options.values.items()}
-    for full_name, tensor in slots.items():
-        name, _, slot = full_name.removeprefix("optimizer.").rpartition(".")
-        state.setdefault(name, {})[slot] = tensor
-    groups = []
-    for group, saved in zip(optimizer.param_groups, options.groups, strict=True):
-        changed = {
-            key: _like(group[key], value)
-            for key, value in saved.items()
-            if key in group and key not in _IMPLEMENTATION
-        }
-        groups.append({**group, **changed, "params": [id(each) for each in group["params"]]})
-    # The state is keyed by parameter, not by name: on a rank that has both an original and its
-    # copy, the copy gets a clone of the original's state.
-    by_parameter: dict[int, dict[str, Any]] = {}
-    restored: set[str] = set()
-    for key, name in _names(model, aliases).items():
-        if name in state:
-            by_parameter[key] = copy.deepcopy(state[name]) if name in restored else state[name]
-            restored.add(name)
-    optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
-
-
-def optimizer_mismatch(
-    optimizer: torch.optim.Optimizer, saved: OptimizerOptions | None
-) -> str | None:
-    """Return why the saved optimizer state does not fit this optimizer; None if it does."""
-    if saved is None:
-        return "it was saved without an optimizer"
-    kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
-    if saved.kind != kind:
-        return f"its optimizer is {saved.kind}, this one {kind}"
-    if len(saved.groups) != groups:
-        return f"its optimizer has {len(saved.groups)} parameter groups, this one {groups}"
-    return None
-
-
-def _parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]
-) -> dict[str, nn.Parameter]:
-    names = _names(model, aliases)
-    parameters: dict[str, nn.Parameter] = {}
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if id(parameter) not in names:
-            raise UsageError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
-                "model does not have: make it from the model's own parameters"
-            )
-        parameters.setdefault(names[id(parameter)], parameter)
-    return parameters
-
-
-def _names(model: nn.Module, aliases: Mapping[str, str]) -> dict[int, str]:
-    """Map the id of each parameter to its name in a checkpoint."""
-    unwrapped = {id(value): unwrapped_name(model, name) for name, value in model.named_parameters()}
-    return {key: aliases.get(name, name) for key, name in unwrapped.items()}
+    def _saved_name(self, name: str) -> str:
+        """Return a tensor's name in a checkpoint: without wrappers, and without aliases."""
+        unwrapped = unwrapped_name(self.model, name)
+        return self.aliases.get(unwrapped, unwrapped)
 
 
 def _json_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    scalars = (bool, int, float, str, type(None))
     options = {}
     for key, value in group.items():
-        if key in ("params", "param_names"):
-            continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()  # a learning rate that a CUDA graph reads from the device
-        if isinstance(value, scalars) or (
-            isinstance(value, (tuple, list)) and all(isinstance(item, scalars) for item in value)
-        ):
+        items = value if isinstance(value, (tuple, list)) else [value]
+        if key not in ("params", "param_names") and all(isinstance(i, _SCALARS) for i in items):
             options[key] = value
     return options
 
 
-def _like(current: Any, saved: Any) -> Any:
+def _as_type_of(current: Any, saved: Any) -> Any:
     """Convert a value from JSON to the type of the optimizer's current value."""
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, saved)
@@ -219,8 +175,8 @@ def _like(current: Any, saved: Any) -> Any:
 
 
 # Random number generators. The Mersenne Twister of Python and numpy has 624 words of 32 bits and a
-# position in them. The saved tensor has two more values: whether a second normal number is cached,
-# and the bits of that number.
+# position in these words. The saved tensor has two more values: whether a second normal number is
+# cached, and the bits of that number.
 _TWISTER_WORDS = 624
 
 
@@ -257,7 +213,7 @@ def seed_all(*source: object) -> int:
     seed = mixed_seed(*source) % (1 << 32)  # numpy takes 32 bits
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)  # seeds the generators of the GPUs, too
+    torch.manual_seed(seed)  # also seeds the generators of the GPUs
     return seed
 
 
@@ -275,6 +231,6 @@ def _twister_parts(state: torch.Tensor) -> tuple[list[int], float | None]:
     *words, is_cached, bits = state.tolist()
     # numpy does not check the position and would read out of bounds.
     if len(words) != _TWISTER_WORDS + 1 or not 0 <= words[-1] <= _TWISTER_WORDS:
-        raise ValueError("this is not the state of a Mersenne Twister")
+        raise ValueError("the tensor is not the state of a Mersenne Twister")
     cached = torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
     return words, cached if is_cached else None

@@ -1,4 +1,4 @@
-"""Batch schedule: batch sizes, steps and learning rates, and which values are refused."""
+"""Training schedule: batch sizes, steps and learning rates, and which values are refused."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.train.batch_schedule import make_schedule
 from tutti.train.recipe import RECIPES, Recipe, with_values
+from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 
 
@@ -91,22 +91,22 @@ def test_linear_decay() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"batching": {"batch": 0}}, "--batch 0: use 1 or more"),
-        ({"batching": {"accumulation": 0}}, "--accumulation 0"),
+        ({"batching": {"batch": 0}}, "--batch must be at least 1, got 0"),
+        ({"batching": {"accumulation": 0}}, "--accumulation .* got 0"),
         ({"batching": {"split": "2,1,1"}}, "3 shares for 2 ranks"),
-        ({"batching": {"split": "most"}}, "--split most: use even, measured, or shares"),
-        ({"length": {"epochs": 0.0}}, "--epochs 0.0: must be finite and more than 0"),
-        ({"length": {"steps": 0}}, "--steps 0"),
-        ({"batching": {"batch": 600, "drop_last": True}}, "larger than the data set of 1000"),
-        ({"optimization": {"warmup": 1.5}}, "--warmup 1.5"),
+        ({"batching": {"split": "most"}}, "--split must be even, measured, or shares .* got most"),
+        ({"length": {"epochs": 0.0}}, "--epochs must be finite and positive, got 0.0"),
+        ({"length": {"steps": 0}}, "--steps .* got 0"),
+        ({"batching": {"batch": 600, "drop_last": True}}, "larger than the dataset of 1000"),
+        ({"optimization": {"warmup": 1.5}}, "--warmup .* got 1.5"),
         ({"optimization": {"lr_scale": "sqrt"}}, "--lr-scale sqrt needs --lr-batch"),
-        ({"optimization": {"lr_scale": "sqrt", "lr_batch": -1}}, "--lr-batch -1"),
-        ({"optimization": {"momentum": -1.0}}, "--momentum -1.0"),
+        ({"optimization": {"lr_scale": "sqrt", "lr_batch": -1}}, "--lr-batch .* got -1"),
+        ({"optimization": {"momentum": -1.0}}, "--momentum .* got -1.0"),
         ({"optimization": {"betas": (2.0, 3.0)}}, "--betas"),
-        ({"optimization": {"weight_decay": -1.0}}, "--weight-decay -1.0"),
-        ({"optimization": {"lr": float("nan")}}, "--lr nan"),
-        ({"length": {"epochs": float("inf")}}, "--epochs inf"),
-        ({"length": {"checkpoint_every": 0}}, "--checkpoint-every 0"),
+        ({"optimization": {"weight_decay": -1.0}}, "--weight-decay .* got -1.0"),
+        ({"optimization": {"lr": float("nan")}}, "--lr .* got nan"),
+        ({"length": {"epochs": float("inf")}}, "--epochs .* got inf"),
+        ({"length": {"checkpoint_every": 0}}, "--checkpoint-every .* got 0"),
     ],
 )
 def test_invalid_values_are_refused_in_one_line(values: dict[str, object], message: str) -> None:
