@@ -107,7 +107,7 @@ def test_the_predicted_gain_of_larger_buckets_is_the_gain_of_the_simulated_machi
     assert not [each for each in after["advice"] if each["id"] == "buckets"]
 
 
-def test_with_one_message_size_the_gain_is_a_bound(tmp_path: Path) -> None:
+def test_with_one_message_size_the_gain_is_an_upper_bound(tmp_path: Path) -> None:
     events = [_step(5000), x("cpu_op", "aten::mm", 0, 1000)]
     for number in range(4):
         at = 200.0 * (number + 1)
@@ -121,7 +121,7 @@ def test_with_one_message_size_the_gain_is_a_bound(tmp_path: Path) -> None:
 
 
 def test_gradients_reduced_after_backward_could_be_hidden(tmp_path: Path) -> None:
-    """All-reduces take 800; backward computes 600 after its first gradient."""
+    """All-reduces take 800 µs; backward computes for 600 µs after its first gradient."""
     events = [
         _step(2000),
         x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 400, 401),
@@ -148,7 +148,7 @@ def test_grouped_messages_save_all_but_one_latency(tmp_path: Path) -> None:
     assert advice["gain_s"] == pytest.approx(9 * ALPHA / 1e6, rel=1e-3)
 
 
-def test_accumulation_names_the_learning_rate(tmp_path: Path) -> None:
+def test_advice_on_accumulation_mentions_the_learning_rate(tmp_path: Path) -> None:
     rows = _rows(tmp_path, _ddp(1 << 20), _ddp(1 << 20))
     advice = _only(rows, "accumulation")
     exposed = ALPHA + BETA * 1024 * GRADIENTS  # one bucket, after backward
@@ -159,7 +159,7 @@ def test_accumulation_names_the_learning_rate(tmp_path: Path) -> None:
 
 
 def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) -> None:
-    """Backward could hide 100 of 1500; accumulation gains more but changes the training."""
+    """Backward could hide 100 of 1500 µs; accumulation gains more but changes the training."""
     events = [
         _step(2000),
         x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 300, 301),
@@ -224,7 +224,7 @@ def test_advice_and_table_use_the_same_names_of_parts(tmp_path: Path) -> None:
     assert "gaps" in list(profile_lines(rows))[2]
 
 
-def test_too_many_threads_are_reported_with_a_number_that_fits(tmp_path: Path) -> None:
+def test_too_many_threads_are_reported_with_a_number_that_fits_the_cpus(tmp_path: Path) -> None:
     def rank(compute: float) -> list[dict[str, Any]]:
         sizes = {"Input Dims": [[32, 64], [64, 64]]}
         return [_step(1000), x("cpu_op", "aten::mm", 0, compute, **sizes)]
@@ -280,7 +280,7 @@ def _sharded(kernels: list[tuple[str, int, float, float]]) -> list[dict[str, Any
 
 
 def test_sharding_or_replicas_are_advised_by_free_memory(tmp_path: Path) -> None:
-    """A model of 4 MB: replicas of it and its states take 4 × 4 MB × 1/2 more."""
+    """Replicas of a model of 4 MB need 4 × 4 MB × 1/2 more memory than shards on two ranks."""
     sharded = _sharded(
         [
             ("_allgather_base", 1_000_000, 100, 300),
@@ -303,8 +303,8 @@ def test_sharding_or_replicas_are_advised_by_free_memory(tmp_path: Path) -> None
     assert "replicas" not in {each["id"] for each in rows("no", sharded, 70e6, 80e6)["advice"]}
 
 
-def test_a_gain_on_another_axis_does_not_reduce_that_of_accumulation(tmp_path: Path) -> None:
-    """300 of all-reduces, 300 of sharding, of which replicas would save a third."""
+def test_a_gain_on_another_axis_does_not_reduce_the_gain_of_accumulation(tmp_path: Path) -> None:
+    """All-reduces take 300 µs; sharding takes 300 µs, of which replicas would save a third."""
     events = _sharded(
         [
             ("_allgather_base", 1_000_000, 100, 300),
@@ -322,7 +322,7 @@ def test_a_gain_on_another_axis_does_not_reduce_that_of_accumulation(tmp_path: P
     assert _only(rows, "accumulation")["gain_s"] == pytest.approx(300e-6 * 7 / 8)
 
 
-def test_the_gain_of_gpu_gaps_is_a_bound(tmp_path: Path) -> None:
+def test_the_gain_of_gpu_gaps_is_an_upper_bound(tmp_path: Path) -> None:
     advice = _only(_rows(tmp_path, [_step(1000), x("kernel", "gemm", 0, 400)]), "gaps")
 
     assert advice["gain_s"] == pytest.approx(600e-6)

@@ -33,8 +33,10 @@ def test_all_ranks_of_a_host_share_its_clock(tmp_path: Path) -> None:
     assert clocks[2].applied_s == clocks[3].applied_s == pytest.approx(-5.02e-3)
 
 
-def test_a_host_is_compared_through_another(tmp_path: Path) -> None:
-    """Only rank 1 connects rank 2, 3 ms ahead of it, with rank 0, 5 ms behind it."""
+def test_two_hosts_without_common_collectives_are_compared_through_a_third_host(
+    tmp_path: Path,
+) -> None:
+    """Only rank 1 has collectives with rank 0 and rank 2. The clocks are 0, 5 and 8 ms ahead."""
     events = [
         [step(0), _pair_sum("[0, 1]", 100, 200, 0)],
         [step(0), _pair_sum("[0, 1]", 100, 200, 0), _pair_sum("[1, 2]", 300, 400, 0)],

@@ -109,7 +109,7 @@ def test_a_damaged_file_is_noted_and_left_out(tmp_path: Path) -> None:
 
 
 def test_the_newest_trace_of_a_rank_is_explained(tmp_path: Path) -> None:
-    """Two profiler cycles on two ranks; the file names sort the other way."""
+    """Two profiler cycles on two ranks; the newer traces have the first names in sorted order."""
     files = []
     for cycle, name in enumerate("ba"):
         for rank in (0, 1):
@@ -136,7 +136,7 @@ def test_traces_without_a_rank_get_the_free_ranks(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_step_is_ignored(tmp_path: Path) -> None:
-    """Three steps of 1000, and one that torch closes when the program ends."""
+    """Three steps of 1000 µs, and an unfinished step that torch closes when the program ends."""
     events = [step(n) for n in range(3, 6)] + [step(6) | {"dur": 5.0}]
     events += [x("cpu_op", "aten::mm", n * STEP, n * STEP + 900) for n in range(3, 6)]
 
@@ -149,7 +149,7 @@ def test_an_unfinished_step_is_ignored(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_a_step_is_the_time_of_its_kernels(tmp_path: Path) -> None:
-    """The host is 2 steps ahead; its second step ends before the device begins it."""
+    """The host runs ahead: its second step ends before the device begins that step."""
     events = [step(0) | {"dur": 50.0}, step(1) | {"ts": 50.0, "dur": 50.0}]
     for n, (start, end) in enumerate([(100, 700), (800, 1600)]):
         events.append(
@@ -238,7 +238,7 @@ def test_a_merged_trace_beside_the_traces_is_ignored(tmp_path: Path, name: str) 
 def test_a_tutti_comm_call_is_one_collective_with_any_backend_events(
     tmp_path: Path,
 ) -> None:
-    """A blocking call with backend events inside, and the two halves of a non-blocking one."""
+    """A blocking call with backend events inside, then issue and wait of a non-blocking call."""
     events = [
         step(0),
         x("user_annotation", tag("all_reduce", "run", 4), 100, 300),

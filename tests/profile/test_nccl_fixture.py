@@ -123,7 +123,7 @@ def test_buckets_are_found_and_lie_within_their_step() -> None:
 
 
 def _long_trace(folder: Path, rank: int) -> Path:
-    """Five steps of 1000 µs, the device 300 behind the host, and events to be dropped."""
+    """Five steps of 1000 µs; the device is 300 µs behind the host; some events are not needed."""
     events: list[dict[str, Any]] = []
     for n in range(5):
         host, device = 1000.0 * n, 1000.0 * n + 300

@@ -1,4 +1,4 @@
-"""Advice is checked by following it: causes are planted in a plain DDP script, then removed.
+"""A plain DDP script has a planted cause; following the advice must give the predicted gain.
 
 Real processes, two gloo ranks. Steps and shares are medians: on a shared machine one step in ten
 may take ten times as long. A predicted gain holds if the step becomes shorter by between half and
@@ -58,13 +58,13 @@ def _largest(rows: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Too many small buckets."""
+    """A run with too many small buckets."""
     return _profile(tmp_path_factory.mktemp("tiny"), BUCKET_MB=str(TINY_MB), **MANY_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Nothing is planted."""
+    """A run without a planted cause."""
     return _profile(tmp_path_factory.mktemp("even"), **HEAVY)
 
 
@@ -101,7 +101,7 @@ def test_a_larger_bucket_is_advised_and_gains_what_was_predicted(
 
 
 @pytest.mark.measured
-def test_an_uneven_batch_is_found_and_not_reported_when_even(
+def test_an_uneven_batch_is_found_and_an_even_batch_is_not_reported(
     even: dict[str, Any], tmp_path: Path
 ) -> None:
     uneven = _profile(tmp_path, UNEVEN="1", **HEAVY)
@@ -120,7 +120,7 @@ def test_an_uneven_batch_is_found_and_not_reported_when_even(
 
 
 @pytest.mark.measured
-def test_slow_input_on_one_rank_is_found_and_not_reported_when_fast(
+def test_slow_input_on_one_rank_is_found_and_fast_input_is_not_reported(
     even: dict[str, Any], tmp_path: Path
 ) -> None:
     slow = _profile(tmp_path, SLOW_INPUT="1", **HEAVY)

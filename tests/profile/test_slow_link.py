@@ -53,7 +53,7 @@ def _parts(made: Network, out: Path, port: int) -> dict[str, float]:
 
 
 @pytest.mark.measured
-def test_a_slow_link_is_exposed_communication_until_it_is_fast(
+def test_a_slow_link_appears_as_exposed_communication_and_a_fast_link_does_not(
     hosts: Network, tmp_path: Path
 ) -> None:
     ends = [(hosts.hosts[1], "eth0"), (hosts.hub, "n2")]  # both directions of n2's cable

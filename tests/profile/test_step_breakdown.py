@@ -145,7 +145,7 @@ def _tagged(group: str, start: float, end: float, ranks: int = 2) -> dict[str, A
 
 
 def test_communication_is_split_by_axis_and_adds_up_to_the_parts(tmp_path: Path) -> None:
-    """dp2.tp2: all groups of an axis have one description, but other ranks."""
+    """dp2.tp2: all groups of an axis have the same description and different ranks."""
     files = []
     for rank in range(4):
         tp = [0, 1] if rank < 2 else [2, 3]

@@ -53,7 +53,7 @@ def _step(seconds: float, **parts: float) -> MeasuredStep:
 
 
 def test_the_excess_of_a_slower_rank_counts_as_waiting_in_full() -> None:
-    """One of two ranks sleeps 60 ms: 60 ms of waiting, where the mean of both would be 30."""
+    """One of two ranks sleeps for 60 ms: this is 60 ms of waiting, not the mean of 30 ms."""
     zero = dict.fromkeys(PARTS, 0.0)
     combined = combine_ranks(
         [zero | {"compute": 0.1, "wait": 0.06}, zero | {"compute": 0.1, "host_gap": 0.06}]
@@ -65,7 +65,7 @@ def test_the_excess_of_a_slower_rank_counts_as_waiting_in_full() -> None:
 
 
 def test_every_part_that_grows_is_a_cause() -> None:
-    """Weak scaling, steps of 100 and 200 ms; recorded ones take 110 and 220."""
+    """Weak scaling with steps of 100 and 200 ms; recorded steps take 110 and 220 ms."""
     base = _step(0.10, compute=0.11)
     step = _step(
         0.20, compute=0.08, hidden=0.05, exposed=0.044, wait=0.011, input=0.022, host_gap=0.013
@@ -84,7 +84,7 @@ def test_every_part_that_grows_is_a_cause() -> None:
 
 
 def test_a_difference_between_recorded_and_timed_steps_is_unexplained() -> None:
-    """Recorded, both steps take 110 ms; timed, the second takes 137.5."""
+    """Both recorded steps take 110 ms; without the profiler the second takes 137.5 ms."""
     loss, other = loss_by_cause(_step(0.1375, compute=0.11), _step(0.11, compute=0.11), ideal=1.0)
 
     assert other["unexplained"] == pytest.approx(0.2)
@@ -92,7 +92,7 @@ def test_a_difference_between_recorded_and_timed_steps_is_unexplained() -> None:
 
 
 def test_a_part_that_shrinks_more_than_ideal_is_a_negative_cause() -> None:
-    """Strong scaling over two ranks: the loader keeps up with half a batch."""
+    """Strong scaling over two ranks: the loader is fast enough for half a batch."""
     base = _step(0.2, compute=0.1, input=0.1)
     step = _step(0.08, compute=0.05, input=0.01, exposed=0.02)
 

@@ -150,7 +150,7 @@ def _measured_sizes() -> Ratio:
     return Ratio(_run(2, [_comm()], compute=0.1, exposed=0.02), _run(1, compute=0.1), 1.0)
 
 
-def test_limits_are_already_passed_or_ahead_or_out_of_reach() -> None:
+def test_efficiency_limits_are_passed_by_a_run_or_by_the_forecast_or_never() -> None:
     """Weak: exposed(n) = 20 ms × 2 (n − 1) / n, so a step never takes more than 140 of 100 ms."""
     fit = fit_comm([CommPoint("all_reduce", 2, 1000, 0.02)])
 
