@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,22 +56,31 @@ def agree(make: Callable[[], Result]) -> Result:
 
 def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
     """Return the recipe's model on meta, its initial weights, and a note for the user or None."""
+    make = _model_maker(recipe, dataset)  # reads the dataset, so not on the meta device
     if recipe.model not in _MODELS:
-        load_function(recipe.model, "--model", tuple(_MODELS))  # import outside the meta device
-        return build_on_meta(lambda: build_model(recipe, dataset), recipe.length.seed)
+        return build_on_meta(make, recipe.length.seed)
     with torch.device("meta"):
-        model = build_model(recipe, dataset)
+        model = make()
     return model, ModuleInit(model, recipe.length.seed), None
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
     """Return the recipe's model, sized for the dataset, on torch's default device."""
+    return _model_maker(recipe, dataset)()
+
+
+def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
     if recipe.model not in _MODELS:
-        model = load_function(recipe.model, "--model", tuple(_MODELS))()
-        if not isinstance(model, nn.Module):
-            kind = type(model).__name__
-            raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
-        return model
+        function = load_function(recipe.model, "--model", tuple(_MODELS))
+
+        def make() -> nn.Module:
+            model = function()
+            if not isinstance(model, nn.Module):
+                kind = type(model).__name__
+                raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
+            return model
+
+        return make
     settings, module, name = _MODELS[recipe.model]
     if type(recipe.architecture) is not settings:
         raise UsageError(
@@ -81,8 +91,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
         architecture = fit(recipe.architecture, dataset)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    built: nn.Module = getattr(importlib.import_module(module), name)(architecture)
-    return built
+    return partial(getattr(importlib.import_module(module), name), architecture)
 
 
 def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
