@@ -200,7 +200,7 @@ def mistakes_are_named(heap: symmetric.Heap) -> None:
                 "symmetric tensor of the same heap",
             ),
             (lambda: symmetric.all_gather(t, out=torch.zeros(9)), "ranks × 10"),
-            (lambda: symmetric.all_reduce(t.local), "of a Tensor: make it with heap.empty"),
+            (lambda: symmetric.all_reduce(t.local), "got Tensor: create it with heap.empty"),
         ):
             with pytest.raises(UsageError, match=words):
                 mistake()
@@ -241,7 +241,7 @@ def test_different_calls_are_named_and_the_heap_stays_usable() -> None:
 
 
 def ranks_that_differ(world: Any) -> str:
-    with pytest.raises(RanksDiffer, match=r"rank 0 makes a heap of 4096 .* rank 1 one of 8192"):
+    with pytest.raises(RanksDiffer, match=r"rank 0 creates a heap of 4096 .* rank 1 of 8192"):
         symmetric.Heap(bytes=4096 * (world.rank + 1))
     with pytest.raises(RanksDiffer, match=r"10 signals.*11 signals"):
         symmetric.Heap(bytes=4096, signals=10 + world.rank)

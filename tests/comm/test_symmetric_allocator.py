@@ -11,8 +11,8 @@ from tutti.world.errors import UsageError
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("take"), st.integers(0, 3000)),
-            st.tuples(st.just("give"), st.integers(0, 50)),
+            st.tuples(st.just("allocate"), st.integers(0, 3000)),
+            st.tuples(st.just("free"), st.integers(0, 50)),
         ),
         max_size=60,
     ),
@@ -24,9 +24,9 @@ def test_allocations_never_overlap_and_all_memory_is_freed(
     allocator = Allocator(16384, alignment)
     live: dict[int, int] = {}
     for call, number in calls:
-        if call == "take":
+        if call == "allocate":
             try:
-                offset = allocator.take(number)
+                offset = allocator.allocate(number)
             except UsageError:
                 assert allocator.largest_gap < number or allocator.largest_gap == 0
                 continue
@@ -37,15 +37,15 @@ def test_allocations_never_overlap_and_all_memory_is_freed(
         elif live:
             offset = sorted(live)[number % len(live)]
             del live[offset]
-            allocator.give(offset)
-        assert allocator.free + sum(allocator.taken.values()) == 16384
+            allocator.free(offset)
+        assert allocator.free_bytes + sum(allocator.taken.values()) == 16384
     for offset in live:
-        allocator.give(offset)
-    assert allocator.largest_gap == allocator.free == 16384
+        allocator.free(offset)
+    assert allocator.largest_gap == allocator.free_bytes == 16384
 
 
 def test_a_full_heap_names_wanted_and_free_bytes() -> None:
     allocator = Allocator(1024)
-    allocator.take(512)
+    allocator.allocate(512)
     with pytest.raises(UsageError, match=r"no room for 600 bytes.*1024 bytes 512 are free"):
-        allocator.take(600)
+        allocator.allocate(600)

@@ -59,8 +59,8 @@ os._exit(0)  # gloo would wait for the dead rank
         assert line.startswith("PeerDied 2 rank 2 died while this rank waited for "), out0 + out1
     assert "all_reduce" in lines1[1]
     for line in (lines0[5], *lines1[2:4]):
-        assert line.startswith("UsageError - this heap is out of step since"), out0 + out1
-    # A heap that is out of step closes without waiting for the others.
+        assert line.startswith("UsageError - this heap is unusable after"), out0 + out1
+    # A heap that is unusable closes without waiting for the others.
     assert lines0[6] == lines1[4] == "nothing raised"
     assert lines0[7].startswith("UsageError - this heap is closed")
 
@@ -82,7 +82,7 @@ dist.barrier()
     first, second, third = out0.splitlines()
     assert first.startswith("Timeout - symmetric.Heap: rank 0 waited 0.5 s for rank 1")
     assert second.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in a barrier")
-    assert third.startswith("UsageError - this heap is out of step")
+    assert third.startswith("UsageError - this heap is unusable")
 
 
 def test_a_heap_that_fails_half_way_leaves_nothing_in_the_backend(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ class AdapterStore(Structure):
             return self._switch_to(name)
         text = name.encode().ljust(_NAME_BYTES, b"\0")
         publish = self._quick.tutti_rows_publish
-        number = self._served(
+        number = self._retry(
             lambda: publish(self._announced, 0, text), f"activation of {name!r} everywhere"
         )
         with self._lock:
@@ -248,7 +248,7 @@ class AdapterStore(Structure):
         """Switch to the adapter that another rank has announced."""
         text = ctypes.create_string_buffer(_NAME_BYTES + 1)
         address, lookup = ctypes.addressof(text), self._quick.tutti_rows_lookup
-        number = self._served(
+        number = self._retry(
             lambda: lookup(self._announced, 0, address), "reading the announced adapter"
         )
         name = text.value.decode()
@@ -315,7 +315,7 @@ class AdapterStore(Structure):
             f"adapter {name!r} changed {_COPY_ATTEMPTS} times while it was being copied"
         )
 
-    def _copy_slot(self, source: "SlotCopy", slot: Slot) -> bool:
+    def _copy_slot(self, source: SlotCopy, slot: Slot) -> bool:
         """Copy a peer's slot into one of this rank; False if the peer's slot changed meanwhile."""
         target = self._payload.local[slot.number]
         origin = self._payload.peer(source.rank)[source.slot]

@@ -18,7 +18,7 @@ _empty_like = torch.empty_like
 
 
 class Full(RuntimeError):
-    """A shard of a HashMap has no free entry; the message gives the numbers and the remedy."""
+    """A shard of a HashMap has no free entry; the message has the numbers and what to do."""
 
 
 class HashMap(Structure):
@@ -78,7 +78,7 @@ class HashMap(Structure):
         found = self._get(self._native, key, out.data_ptr())
         if found < 0:
             address = out.data_ptr()
-            found = self._served(lambda: self._get(self._native, key, address), f"get({key})")
+            found = self._retry(lambda: self._get(self._native, key, address), f"get({key})")
         return out if found else default
 
     def put(self, key: int, value: torch.Tensor | float) -> bool:
@@ -97,7 +97,7 @@ class HashMap(Structure):
         self._check_key(key)
         self._deletes += 1
         call = self._quick.tutti_map_delete
-        return bool(self._served(lambda: call(self._native, key), f"delete({key})"))
+        return bool(self._retry(lambda: call(self._native, key), f"delete({key})"))
 
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
@@ -130,10 +130,12 @@ class HashMap(Structure):
     def local_items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys (as int64: keys from 2^63 on are negative) and values in this rank's shard."""
         self._check_open()
-        room = int(self._core.tutti_map_claimed(self._native, self.rank))
-        keys = torch.empty(room, dtype=torch.int64)
-        values = torch.empty((room, *self.value_shape), dtype=self.dtype)
-        count = self._core.tutti_map_collect(self._native, room, keys.data_ptr(), values.data_ptr())
+        claimed = int(self._core.tutti_map_claimed(self._native, self.rank))
+        keys = torch.empty(claimed, dtype=torch.int64)
+        values = torch.empty((claimed, *self.value_shape), dtype=self.dtype)
+        count = self._core.tutti_map_collect(
+            self._native, claimed, keys.data_ptr(), values.data_ptr()
+        )
         return keys[:count], values[:count]
 
     def compact(self) -> None:
@@ -202,7 +204,7 @@ class HashMap(Structure):
         self._writes += 1
         code = call(self._native, key, address, *dtype)
         if code < 0:
-            code = self._served(
+            code = self._retry(
                 lambda: call(self._native, key, address, *dtype), f"write of key {key}"
             )
         if code == native.FULL:
@@ -228,7 +230,7 @@ class HashMap(Structure):
             )
             return code.value
 
-        self._served(write_rest, "write of many keys")
+        self._retry(write_rest, "write of many keys")
         self._writes += done
         if code.value == native.FULL:
             self._refuse_full(int(checked.reshape(-1)[done]) % 2**64)

@@ -71,7 +71,7 @@ class ParameterCache(Structure):
         self._published += 1
         # No timeout parameter, only the heap's timeout: other writers of this row are threads of
         # this process, which finish soon.
-        return self._served(
+        return self._retry(
             lambda: int(self._quick.tutti_rows_publish(self._native, index, address)),
             f"publish of row {index}",
         )
@@ -168,7 +168,7 @@ class ParameterCache(Structure):
     def _lookup_with_retry(self, index: int, out: torch.Tensor) -> int:
         self._check_open()
         address = out.data_ptr()
-        version = self._served(
+        version = self._retry(
             lambda: int(self._lookup(self._native, index, address)), f"lookup of row {index}"
         )
         if version:

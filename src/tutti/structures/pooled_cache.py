@@ -83,7 +83,7 @@ class AreaTier(HostTier):
 
     def drop(self, key: Hashable) -> None:
         held = self.values.pop(key)
-        self._allocators[held.area].give(held.offset)
+        self._allocators[held.area].free(held.offset)
 
     def could_store(self, data: torch.Tensor) -> bool:
         pinned = sorted((h.area, h.offset) for h in self.values.values() if h.pins)
@@ -99,14 +99,14 @@ class AreaTier(HostTier):
     def _allocate(self, data: torch.Tensor) -> CachedValue | None:
         bytes = data.nbytes
         fitting = [
-            (allocator.free, -number)
+            (allocator.free_bytes, -number)
             for number, allocator in enumerate(self._allocators)
             if allocator.largest_gap >= allocator.rounded(bytes)
         ]
         if not fitting:
             return None
         area = -max(fitting)[1]  # the area with the most free memory, to fill all areas evenly
-        offset = self._allocators[area].take(bytes)
+        offset = self._allocators[area].allocate(bytes)
         view = self._areas[area][offset : offset + bytes].view(data.dtype).view(data.shape)
         return CachedValue(view, area, offset)
 

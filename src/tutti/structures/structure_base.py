@@ -105,8 +105,8 @@ class Structure:
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], contiguous: bool = False
     ) -> None:
         """Refuse a tensor of another shape or dtype, or one on a GPU if the heap is on the CPU."""
-        elsewhere = self.heap.device.type == "cpu" and not tensor.is_cpu
-        if tensor.shape != shape or tensor.dtype is not self.dtype or elsewhere:
+        wrong_device = self.heap.device.type == "cpu" and not tensor.is_cpu
+        if tensor.shape != shape or tensor.dtype is not self.dtype or wrong_device:
             raise UsageError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}: this "
                 f"call takes {self.dtype} of shape {shape} on {self.heap.device}"
@@ -168,7 +168,7 @@ class Structure:
         memory.wait_in_slices(word, at_least, [source], seconds, what)
         return memory.load(word)
 
-    def _served(self, call: Callable[[], int], what: str) -> int:
+    def _retry(self, call: Callable[[], int], what: str) -> int:
         """Repeat a compiled call while another writer blocks it; returns the call's result.
 
         If the writer that holds the claim on a value has died, its claim is taken over. This is

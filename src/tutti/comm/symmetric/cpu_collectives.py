@@ -48,7 +48,7 @@ class CpuCollectives:
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._group: Any = None  # the core's group, made by the first all_reduce that needs it
+        self._group: Any = None  # the core's group, created by the first all_reduce
         self._run = self._core.tutti_run
         self._operations: dict[tuple[int, int, int, tuple[int, int]], Any] = {}
         self.calls = 0
@@ -141,8 +141,8 @@ class CpuCollectives:
         """Pass sums around the ring, then results: 2 (n - 1) steps between neighbours.
 
         Each part is summed once, starting at a different rank: all ranks get the same bits, which
-        may differ from those of one_shot and two_shot. On one host this is only a baseline for
-        comparison.
+        may differ from the results of one_shot and two_shot. On one host this algorithm is only a
+        baseline for comparison.
         """
         memory, itemsize = self._memory, tensor.itemsize
         size, rank = memory.size, memory.rank
@@ -205,10 +205,10 @@ class CpuCollectives:
             if len(self._operations) >= _CACHED_OPERATIONS:
                 self._operations.clear()
             ins, outs = [(source, bytes)], [(target, bytes)]
-            made = native.operation(
+            new = native.operation(
                 native.ALL_REDUCE, ins=ins, outs=outs, dtype=codes[0], reduce=codes[1]
             )
-            operation = self._operations[key] = ctypes.byref(made)
+            operation = self._operations[key] = ctypes.byref(new)
         code = self._run(self._group, operation, self._memory.timeout)
         if code == 0:
             return
@@ -220,7 +220,7 @@ class CpuCollectives:
             error = RanksDiffer(text)
         else:
             error = self._memory.gone("all_reduce") or native.error_for(code, text)
-        self._memory.fall_out_of_step(error)
+        self._memory.mark_unusable(error)
         raise error
 
     def _create_group(self) -> Any:

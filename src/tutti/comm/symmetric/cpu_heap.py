@@ -91,8 +91,8 @@ class CpuMemory:
         self.collectives = CpuCollectives(self)
         self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = self.barriers = 0
         self._group = heap.group
-        # A group that uses shm is given the address of the heap: then collectives of
-        # torch.distributed on the heap's tensors work without copies.
+        # If the group uses shm, its backend is informed of the heap's address: collectives of
+        # torch.distributed on the heap's tensors then need no copies.
         self._backend = native_group(heap.group)
         self.backend_stats = {"known_to_backend": int(self._backend is not None)}
         try:
@@ -102,7 +102,7 @@ class CpuMemory:
                 native.raise_for(add_block(self._backend, self.number, bases, heap.bytes))
             self.agree("Heap")
         except BaseException:
-            self.close()  # else the backend would keep a block whose memory is gone
+            self.close()  # otherwise the backend would keep a block of unmapped memory
             raise
         rendezvous.end()
         _open.add(self)
@@ -200,7 +200,7 @@ class CpuMemory:
             # If any rank has died, this collective cannot complete.
             self.wait_in_slices(address, value, self.peers, timeout, f"rank {peer} in {what}")
         except BaseException as error:
-            self.fall_out_of_step(error)
+            self.mark_unusable(error)
             raise
 
     def wait_in_slices(
@@ -262,12 +262,12 @@ class CpuMemory:
         for peer in self.peers:
             self.wait_for_peer(peer, self._pages[peer] + line, count, what)
 
-    def fall_out_of_step(self, error: BaseException) -> None:
+    def mark_unusable(self, error: BaseException) -> None:
         """Record that the ranks' arrival counts now differ: no further collective is possible."""
         self._broken = f"{type(error).__name__}: {error}"
 
     @property
-    def in_step(self) -> bool:
+    def usable(self) -> bool:
         """Whether all barriers and collectives so far completed."""
         return self._broken is None
 
@@ -275,7 +275,7 @@ class CpuMemory:
         """Raise UsageError if an earlier barrier or collective has failed."""
         if self._broken is not None:
             raise UsageError(
-                f"this heap is out of step since an earlier error ({self._broken}): close it and "
+                f"this heap is unusable after an earlier error ({self._broken}): close it and "
                 "create another heap"
             )
 

@@ -58,8 +58,8 @@ class CudaMemory:
             # In host memory, so that the host can read it without waiting for the GPU.
             self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
-            self._waits: dict[int, str] = {}  # what each wait waits for, by its ticket
-            self._tickets = 0
+            self._waits: dict[int, str] = {}  # descriptions of waits, by the number of the wait
+            self._wait_count = 0
             self._broken: str | None = None
             self._pids: list[int | None] = []  # of each rank; None for ranks on other hosts
             ranks = self._introduce(signals)
@@ -244,7 +244,7 @@ class CudaMemory:
         HeapRendezvous.check_same_calls(self._rendezvous.exchange(call))
 
     @property
-    def in_step(self) -> bool:
+    def usable(self) -> bool:
         """Whether all barriers so far completed."""
         torch.cuda.synchronize(self.device)
         return self._broken is None and self._failed_word.value == 0
@@ -253,14 +253,14 @@ class CudaMemory:
         """Raise the error of an earlier wait on the GPU, if one timed out."""
         if self._broken is not None:
             raise UsageError(
-                f"this heap is out of step since an earlier error ({self._broken}): close it and "
+                f"this heap is unusable after an earlier error ({self._broken}): close it and "
                 "create another heap"
             )
-        ticket = self._failed_word.value
-        if ticket == 0:
+        number = self._failed_word.value
+        if number == 0:
             return
         self._failed_word.value = 0
-        what = self._waits.get(ticket, "a signal or a barrier")
+        what = self._waits.get(number, "a signal or a barrier")
         for rank, pid in enumerate(self._pids):
             if pid is not None and not os.path.exists(f"/proc/{pid}"):
                 self._broken = f"rank {rank} died"
@@ -277,28 +277,28 @@ class CudaMemory:
 
     def _launch_wait(self, address: int, at_least: int, timeout: float, what: str) -> None:
         limit, failed = int(timeout * 1e9), self._failed.data_ptr()
-        ticket = self._ticket(f"{timeout:g} s for {what}")
-        self._launch(cuda_kernels.wait_for_word, address, _signed(at_least), limit, failed, ticket)
+        number = self._wait_number(f"{timeout:g} s for {what}")
+        self._launch(cuda_kernels.wait_for_word, address, _signed(at_least), limit, failed, number)
 
     def _launch_barrier(
         self, table: int, rank: int, size: int, arrivals: int, count: int, timeout: float, what: str
     ) -> None:
         """cuda_kernels.stream_barrier explains the arguments."""
         limit, failed = int(timeout * 1e9), self._failed.data_ptr()
-        ticket = self._ticket(f"{timeout:g} s for all ranks in {what}")
+        number = self._wait_number(f"{timeout:g} s for all ranks in {what}")
         words = (table, rank, size, arrivals, count)
-        self._launch(cuda_kernels.stream_barrier, *words, limit, failed, ticket)
+        self._launch(cuda_kernels.stream_barrier, *words, limit, failed, number)
 
     def _result(self, word: torch.Tensor) -> int:
         value = int(word.item())
         self.check()
         return value % (1 << 64)
 
-    def _ticket(self, what: str) -> int:
-        self._tickets += 1
-        self._waits[self._tickets] = what
-        self._waits.pop(self._tickets - _REMEMBERED_WAITS, None)
-        return self._tickets
+    def _wait_number(self, what: str) -> int:
+        self._wait_count += 1
+        self._waits[self._wait_count] = what
+        self._waits.pop(self._wait_count - _REMEMBERED_WAITS, None)
+        return self._wait_count
 
     def _launch(self, kernel: object, *arguments: int) -> None:
         with torch.cuda.device(self.device):

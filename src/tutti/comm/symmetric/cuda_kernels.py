@@ -54,22 +54,22 @@ def _await(word, at_least, start, limit_ns):
     return value
 
 
-@triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "ticket"])
-def wait_for_word(address, at_least, limit_ns, failed, ticket):
-    """Wait for a word. If the wait times out, its ticket is written to `failed`, and the stream
+@triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "number"])
+def wait_for_word(address, at_least, limit_ns, failed, number):
+    """Wait for a word. If the wait times out, its number is written to `failed`, and the stream
     continues."""
     word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
     wanted = at_least.to(tl.int64)
     start = _now()
     value = _await(word, wanted, start, limit_ns.to(tl.int64))
     if value < wanted:
-        tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), ticket.to(tl.int64))
+        tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), number.to(tl.int64))
 
 
 @triton.jit(
-    do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "ticket"]
+    do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "number"]
 )
-def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, ticket):
+def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, number):
     """A barrier. `bases` has each rank's base address. At offset `arrivals` each rank has a word
     per peer, to which that peer writes its barrier count. At offset `count` a rank keeps its own
     count: in device memory, so that the kernel can be part of a CUDA graph."""
@@ -86,7 +86,7 @@ def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, ticket)
         word = (own_base + arrivals + 8 * peer).to(tl.pointer_type(tl.int64))
         value = _await(word, turn, start, limit_ns.to(tl.int64))
         if value < turn:
-            tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), ticket.to(tl.int64))
+            tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), number.to(tl.int64))
 
 
 _BLOCK = 256

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Heap:
-    """A block of `bytes` on every rank of `group` (default: all ranks), shared by them all.
+    """A block of `bytes` on every rank of `group` (default: all ranks), shared by all of them.
 
         with symmetric.Heap(bytes=1 << 20) as heap:
             t = heap.zeros(1024)
@@ -27,8 +27,8 @@ class Heap:
 
     These calls are collective (all ranks make them in the same order): creating and closing the
     heap, `empty`, `zeros`, `counters`, `free`, `barrier`. Differences between ranks raise
-    RanksDiffer. All other calls are one-sided: the peer need not do anything. The garbage collector
-    frees nothing; a heap that is never closed ends with its process, and leaves nothing behind.
+    RanksDiffer. All other calls are one-sided: the peer need not do anything. A heap that is not
+    closed exists until its process ends; its memory is then freed.
 
     device: cpu or cuda; None takes the device of the group's backend. backend: "shm" is shared
     memory on one host (CPU), "cuda" is torch's symmetric memory, "nvshmem" is torch's NVSHMEM;
@@ -36,8 +36,8 @@ class Heap:
     signals: the number of signal slots of each rank. timeout: in seconds, for every wait that has
     no timeout of its own.
 
-    On the CPU calls act at once. On CUDA they are enqueued on the current stream and run in stream
-    order; calls that return a number wait for the stream.
+    On the CPU, calls take effect immediately. On CUDA, calls are enqueued on the current stream and
+    run in stream order; calls that return a number wait for the stream.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Heap:
         self.timeout = checked_seconds("timeout", timeout)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.bytes, self.signals = bytes, signals
-        self.memory: HeapMemory = self._create_memory(device, backend)
-        memory = self.memory
+        memory = self._create_memory(device, backend)
+        self.memory: HeapMemory = memory
         self.device, self.backend, self.reason = memory.device, memory.backend, memory.reason
         self.closed = False
         self._allocator = Allocator(bytes, memory.alignment)
@@ -86,7 +86,7 @@ class Heap:
     def counters(self, count: int, *, spacing: int = 64) -> Counters:
         """Zeroed 64-bit counters on every rank, `spacing` bytes apart.
 
-        64 gives each counter its own cache line, for counters that many ranks change; 8 packs them.
+        With the default of 64, each counter has its own cache line: faster if many ranks change it.
         """
         if count < 1 or spacing < 8 or spacing % 8:
             raise UsageError(
@@ -105,7 +105,7 @@ class Heap:
         self.memory.agree(f"free({name})")
         if self._objects.pop(target.offset, None) is not target:
             raise UsageError(f"{name} does not belong to this heap, or was already freed")
-        self._allocator.give(target.offset)
+        self._allocator.free(target.offset)
         target.release(f"{name} was freed")
 
     # ---- Signals ----
@@ -181,7 +181,7 @@ class Heap:
         return {
             "backend": self.backend,
             "bytes": self.bytes,
-            "free_bytes": self._allocator.free,
+            "free_bytes": self._allocator.free_bytes,
             "largest_gap_bytes": self._allocator.largest_gap,
             "allocations": len(self._objects),
             **{name: getattr(memory, name) for name in counts},
@@ -194,7 +194,7 @@ class Heap:
         if self.closed:
             return
         try:
-            if self.memory.in_step:
+            if self.memory.usable:
                 self.memory.agree("close()")
         finally:
             self.leave()
@@ -236,7 +236,7 @@ class Heap:
         """The offset of `bytes` bytes, after checking that all ranks make the same call."""
         offset, full = -1, None
         try:
-            offset = self._allocator.take(bytes)
+            offset = self._allocator.allocate(bytes)
         except UsageError as error:  # raised after the check that all ranks make the same call
             full = error
         try:
@@ -245,7 +245,7 @@ class Heap:
             self.memory.agree(f"{call} = {bytes} bytes at {offset}")
         except BaseException:
             if full is None:
-                self._allocator.give(offset)
+                self._allocator.free(offset)
             raise
         if full is not None:
             raise full
@@ -303,8 +303,8 @@ class Heap:
 def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
     """For each backend of a device, whether it can be used here, and why: {"shm": (True, "…")}.
 
-    The backend for cpu is shm; the backends for cuda are cuda and nvshmem. Whether ranks share a
-    host or a GPU is checked by `Heap`.
+    The backend for cpu is shm; the backends for cuda are cuda and nvshmem. `Heap` checks whether
+    ranks share a host or a GPU.
     """
     if torch.device(device).type == "cpu":
         try:
@@ -355,7 +355,7 @@ class Allocator:
         """The bytes that an allocation takes. Even 0 bytes take some, so that offsets differ."""
         return max(1, -(-bytes // self.alignment)) * self.alignment
 
-    def take(self, wanted: int) -> int:
+    def allocate(self, wanted: int) -> int:
         """Allocate `wanted` bytes and return their offset."""
         rounded = self.rounded(wanted)
         for index, (offset, gap) in enumerate(self._gaps):
@@ -368,12 +368,12 @@ class Allocator:
             self.taken[offset] = rounded
             return offset
         raise UsageError(
-            f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes {self.free} are "
-            f"free, at most {self.largest_gap} contiguous: create the heap with bytes="
+            f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes {self.free_bytes} "
+            f"are free, at most {self.largest_gap} contiguous: create the heap with bytes="
             f"{self.bytes + rounded} or more, or free tensors that are no longer needed"
         )
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Free an allocation and merge it with the gaps on both sides."""
         length = self.taken.pop(offset)
         index = bisect_left(self._gaps, (offset, 0))
@@ -386,8 +386,7 @@ class Allocator:
         self._gaps.insert(index, (offset, length))
 
     @property
-    def free(self) -> int:
-        """Bytes that are not taken."""
+    def free_bytes(self) -> int:
         return sum(length for _, length in self._gaps)
 
     @property

@@ -30,8 +30,8 @@ def all_reduce(
     op: sum, mean, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm: with
     one_shot every rank reads the tensors of all ranks (for small tensors); with two_shot each rank
     reduces one part and reads the other ranks' parts (for large tensors); ring passes sums between
-    neighbours; auto chooses by size. All algorithms except ring add in rank order, and so give the
-    same bits.
+    neighbours; auto chooses by size. All algorithms except ring add in rank order, and so have the
+    same result.
 
     `out` may be any tensor of the shape and dtype of `t`; two_shot and ring need a tensor that
     peers can read: a symmetric tensor of the same heap. Call it on all ranks. A heap runs only one
@@ -92,8 +92,8 @@ def reduce_scatter(
 def _check_symmetric(name: str, t: object) -> None:
     if not isinstance(t, SymmetricTensor):
         raise UsageError(
-            f"symmetric.{name} of a {type(t).__name__}: make it with heap.empty or heap.zeros, or "
-            f"use comm.{name}, which takes ordinary tensors"
+            f"symmetric.{name} needs a SymmetricTensor, got {type(t).__name__}: create it with "
+            f"heap.empty or heap.zeros, or use comm.{name} for ordinary tensors"
         )
 
 

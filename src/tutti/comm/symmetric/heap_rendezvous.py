@@ -71,8 +71,8 @@ class HeapRendezvous:
         for rank, values in enumerate(ranks):
             if values["heap"] != first:
                 raise RanksDiffer(
-                    "rank 0 makes a heap of {} bytes and {} signals, rank {} one of {} bytes and "
-                    "{} signals: use the same numbers".format(*first, rank, *values["heap"])
+                    "rank 0 creates a heap of {} bytes and {} signals, rank {} of {} bytes and {} "
+                    "signals: use the same numbers".format(*first, rank, *values["heap"])
                 )
         for rank, values in enumerate(ranks):
             if values["failure"] is not None:
