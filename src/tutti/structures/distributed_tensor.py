@@ -126,15 +126,23 @@ class DistributedTensor(Structure):
     def gather(self, indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies of the rows at `indices`, of shape (*indices.shape, columns)."""
         self._check_open()
-        out = self._output(out, (*indices.shape, self.columns))
-        self._counts["gathered"] += indices.numel()
+        shape = (*indices.shape, self.columns)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device=self.heap.device)
+        else:
+            self._check_tensor("out", out, shape)
+        count = indices.numel()
+        self._counts["gathered"] += count
         if self._native is None:
             flat = out.view(-1, self.columns)
             for rank, here, there in self._by_owner(indices):
                 flat[here] = self._table.peer(rank)[there]
             return out
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
-        self._call(self._core.tutti_rows_gather, indices, target)
+        rows, data = contiguous_indices(indices), target.data_ptr()
+        bad = self._core.tutti_rows_gather(self._native, rows.data_ptr(), count, data)
+        if bad >= 0:
+            self.rows.check(int(rows.reshape(-1)[bad]))
         return out if target is out else out.copy_(target)
 
     def scatter(self, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -149,10 +157,7 @@ class DistributedTensor(Structure):
         self._call(self._core.tutti_rows_scatter, indices, values.contiguous())
 
     def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to row `indices[i]`.
-
-        All additions count, also those of repeated indices and of other ranks at the same time.
-        """
+        """Add `values[i]` to row `indices[i]`; no concurrent or repeated addition is lost."""
         self._check_open()
         self._check_tensor("values", values, (*indices.shape, self.columns))
         code = addable(self.dtype, "scatter_add")
@@ -206,7 +211,7 @@ class DistributedTensor(Structure):
     def _call(
         self, function: Any, indices: torch.Tensor, data: torch.Tensor, *dtype_code: int
     ) -> None:
-        """Call the C core for the rows at `indices`, which it reads from or writes to `data`."""
+        """Call a function of the C core that writes `data` to the rows at `indices`."""
         rows = contiguous_indices(indices)
         bad = function(self._native, rows.data_ptr(), rows.numel(), data.data_ptr(), *dtype_code)
         if bad >= 0:

@@ -102,10 +102,7 @@ class HashMap(Structure):
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values, of shape (*keys.shape, *value_shape), and a mask of the keys that were found.
-
-        The values of absent keys are 0.
-        """
+        """Values of shape (*keys.shape, *value_shape), 0 for absent keys, a mask of found keys."""
         checked = self._checked_keys(keys)
         out = self._output(out, (*keys.shape, *self.value_shape), contiguous=True)
         found = torch.empty(keys.shape, dtype=torch.bool)

@@ -73,10 +73,7 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
 def reduce_scatter(
     t: SymmetricTensor, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reduce `t` over all ranks; returns this rank's part along the first dimension.
-
-    `t` keeps its values.
-    """
+    """Reduce `t`, which keeps its values, over all ranks; returns this rank's part of dim 0."""
     _check_symmetric("reduce_scatter", t)
     size = t.heap.size
     if not t.shape or t.shape[0] % size:
