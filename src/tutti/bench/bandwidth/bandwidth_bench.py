@@ -322,8 +322,7 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
             yield f"#   {cause if cause.startswith('observed') else 'possible cause: ' + cause}"
     if bench.pairs and not bench.findings:
         unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
-        reason = "no other pair of the class, no figure in the catalogue"
-        good = len(bench.pairs) - unknown
+        good, reason = len(bench.pairs) - unknown, "no other pair of the class, no published figure"
         verdicts = [f"{good} pairs are as fast as their class"] if good else []
         verdicts += [f"{unknown} pairs are unknown: {reason}"] if unknown else []
         yield f"# verdict: {'; '.join(verdicts)}"
