@@ -113,17 +113,17 @@ def _completions(words: list[str]) -> list[str]:
     """Return the completions of the last of `words`, which may be empty."""
     *before, last = words or [""]
     if not before:
-        found = [*COMMANDS, "--help", "--version", "--print-completion"]
+        candidates = [*COMMANDS, "--help", "--version", "--print-completion"]
     elif before == ["--print-completion"]:
-        found = list(_completion_scripts())
+        candidates = list(_completion_scripts())
     elif before[0] not in COMMANDS:
-        found = []
+        candidates = []
     elif len(before) == 1 and before[0] in SUBCOMMANDS:
-        found = [*SUBCOMMANDS[before[0]], "--help"]
+        candidates = [*SUBCOMMANDS[before[0]], "--help"]
     else:
         choices = _flag_choices(before[: 2 if before[0] in SUBCOMMANDS else 1])
-        found = choices.get(before[-1]) or (list(choices) if last.startswith("-") else [])
-    return [word for word in found if word.startswith(last)]
+        candidates = choices.get(before[-1]) or (list(choices) if last.startswith("-") else [])
+    return [word for word in candidates if word.startswith(last)]
 
 
 def _flag_choices(command: list[str]) -> dict[str, list[str]]:

@@ -120,13 +120,13 @@ def flag_sections(
     kind: type[Any], default: Any = None, title: str = "flags"
 ) -> Iterator[tuple[str, list[Flag]]]:
     """Yield (title, flags) of a dataclass, then of the dataclasses nested in `default`."""
-    hints, own = get_type_hints(kind, include_extras=True), inspect.get_annotations(kind)
+    hints, own_fields = get_type_hints(kind, include_extras=True), inspect.get_annotations(kind)
     help_texts: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         help_texts |= _help_texts(base.__module__).get(base.__name__, {})
     flags, nested = [], []
     # The flags of this class come before those of its base classes.
-    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in own):
+    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in own_fields):
         value = getattr(default, field.name, field.default)
         if dataclasses.is_dataclass(value):
             nested.append((type(value), value, _TITLES.get(field.name, field.name)))
@@ -143,7 +143,7 @@ def _flag(field: str, hint: Any, value: Any, help_text: str) -> Flag:
     markers: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *markers = get_args(hint)
-    config = next((each for each in markers if hasattr(each, "aliases")), None)
+    config = next((marker for marker in markers if hasattr(marker, "aliases")), None)
     name = getattr(config, "name", None) or field.replace("_", "-")
     default = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     for special, text in ((None, ""), (False, ""), (True, "on"), (dataclasses.MISSING, "required")):
@@ -162,7 +162,7 @@ def _flag(field: str, hint: Any, value: Any, help_text: str) -> Flag:
 
 def _placeholder(hint: Any) -> str:
     """Return INT, PATH, {auto,cpu,cuda}, "FLOAT FLOAT" …, or "" for a switch."""
-    arguments = [each for each in get_args(hint) if each is not NoneType]
+    arguments = [argument for argument in get_args(hint) if argument is not NoneType]
     if get_origin(hint) is Literal:
         return f"{{{','.join(map(str, arguments))}}}"
     if Ellipsis in arguments:
@@ -175,10 +175,10 @@ def _placeholder(hint: Any) -> str:
 @cache
 def _help_texts(module: str) -> dict[str, dict[str, str]]:
     """Return the string under each field of the classes of a module, by class and field."""
-    found: dict[str, dict[str, str]] = {}
+    texts_by_class: dict[str, dict[str, str]] = {}
     for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(definition, ast.ClassDef):
-            texts = found[definition.name] = {}
+            texts = texts_by_class[definition.name] = {}
             for field, below in zip(definition.body, definition.body[1:], strict=False):
                 match field, below:
                     case (
@@ -186,7 +186,7 @@ def _help_texts(module: str) -> dict[str, dict[str, str]]:
                         ast.Expr(value=ast.Constant(value=str(text))),
                     ):
                         texts[name] = " ".join(text.split())
-    return found
+    return texts_by_class
 
 
 def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:

@@ -116,14 +116,14 @@ def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
     """Return the flags of this command, and the flags for tutti train."""
     names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Scale)}
     names |= {"-n", "-h", "--help"}
-    own: list[str] = []
-    others: list[str] = []
+    own_flags: list[str] = []
+    train_flags: list[str] = []
     expects_value = False  # the next word is the value of a flag of this command
     for word in flags:
         name = word.partition("=")[0].replace("_", "-")
-        (own if name in names or expects_value else others).append(word)
+        (own_flags if name in names or expects_value else train_flags).append(word)
         expects_value = name in names and "=" not in word and name not in ("-h", "--help")
-    return own, others
+    return own_flags, train_flags
 
 
 def _check(options: Scale) -> None:

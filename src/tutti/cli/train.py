@@ -299,7 +299,7 @@ def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]
 
 def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
     """Return the arguments without these flags and their values."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip_value = False
     for argument in arguments:
         # `--lr_sweep=1` is the flag `--lr-sweep` with its value.
@@ -309,5 +309,5 @@ def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
         elif flag.replace("_", "-") in flags:
             skip_value = not equals
         else:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

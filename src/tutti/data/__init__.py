@@ -39,7 +39,7 @@ __all__ += ["TokenSamples", "byte_dataset", "stdlib_dataset", "token_dataset"]
 def __getattr__(name: str) -> object:
     if name in __all__:
         for module in _MODULES:
-            found: object = getattr(import_module(f"{__name__}.{module}"), name, None)
-            if found is not None:
-                return found
+            value: object = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if value is not None:
+                return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -143,8 +143,10 @@ class GlobalSampler:
 
     def steps_left(self, at: Position) -> int:
         """Steps from position `at` to the end of the epoch."""
-        rest = self.size - at.sample
-        return rest // self.global_batch if self.drop_last else -(-rest // self.global_batch)
+        remaining = self.size - at.sample
+        return (
+            remaining // self.global_batch if self.drop_last else -(-remaining // self.global_batch)
+        )
 
     def normalise(self, at: Position) -> Position:
         """`at`, or the start of the next epoch if this epoch has no batch left."""

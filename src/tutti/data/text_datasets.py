@@ -119,9 +119,9 @@ def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
         size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    count, rest = divmod(size, dtype.itemsize)
+    count, remainder = divmod(size, dtype.itemsize)
     expected = dict(metadata.get("tokens") or {}).get(path.name, count)
-    if rest or count != expected or not count:
+    if remainder or count != expected or not count:
         raise DataError(
             f"{path} is truncated or of another dtype: {size} bytes, expected {expected} tokens of "
             f"{dtype.itemsize} bytes: write it again"
@@ -164,11 +164,11 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     root = Path(sysconfig.get_path("stdlib"))
     # Leave out installed packages, tests and tables of code points, and also build files, which
     # differ between machines.
-    outside = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings")
-    files = _files(root, outside, prefixes=("config-", "_sysconfigdata", "."))
+    excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings")
+    files = _files(root, excluded, prefixes=("config-", "_sysconfigdata", "."))
     modules = [path for path in files if path.suffix == ".py"]
-    every = round(1 / TEST_FRACTION)
-    held_out = set(modules[every - 1 :: every])
+    interval = round(1 / TEST_FRACTION)
+    held_out = set(modules[interval - 1 :: interval])
     test_limit = round(limit * TEST_FRACTION)
     train = _concatenate((p for p in modules if p not in held_out), limit - test_limit)
     return _splits("stdlib", train, _concatenate(sorted(held_out), test_limit), seq_len)

@@ -118,7 +118,7 @@ def train_under_layout(
             "data_rank": mesh.data_rank,
         }
         all_ranks = comm.gather_json(compared)
-        own = _own_buffers(engine, all_ranks, tolerance.buffer)
+        own_buffers = _own_buffers(engine, all_ranks, tolerance.buffer)
         # Gradients scaled down x times too much were divided by a norm that is x times too large.
         clipped = [each for rank in all_ranks if (each := rank["clip_factor"]) is not None]
         norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
@@ -131,8 +131,8 @@ def train_under_layout(
             gradients=merged["gradients"],
             norm=max(norms, key=lambda norm: norm.error, default=Scalar(0.0, 1.0)),
             updates=merged["updates"],
-            buffers=[each for each in merged["buffers"] if each.name not in own],
-            own_buffers=own,
+            buffers=[each for each in merged["buffers"] if each.name not in own_buffers],
+            own_buffers=own_buffers,
         )
     loader.close()
 
@@ -159,7 +159,7 @@ class _GradientRecorder:
         return loss
 
     def _record_clipping(self, *_: Any) -> None:
-        """Compute the least-squares factor between the gradients before and after clipping."""
+        """Compute the min_scale-squares factor between the gradients before and after clipping."""
         products = squares = 0.0
         for name, parameter in self.parameters.items():
             before = self._before[name].double()
@@ -188,9 +188,11 @@ def _compare_all(
     """Compare tensors by name. The floor applies to the names in `floored`, by default to all."""
     floored = reference.keys() if floored is None else floored
     values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
-    least = floor * max((float(each.abs().max()) for each in values), default=0.0)
+    min_scale = floor * max((float(each.abs().max()) for each in values), default=0.0)
     return [
-        diagnosis.compare_tensors(name, tensor, reference[name], least if name in floored else 0.0)
+        diagnosis.compare_tensors(
+            name, tensor, reference[name], min_scale if name in floored else 0.0
+        )
         for name, tensor in tensors.items()
     ]
 
@@ -203,18 +205,20 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
     synchronised = [name for name, module in modules if isinstance(module, JointBatchNorm)]
     # The parity check synchronises batch norms over all data ranks.
     batch_norms = {name for names in comm.gather_json(synchronised) for name in names}
-    found = [(each["data_rank"], [Difference(*b) for b in each["buffers"]]) for each in ranks]
-    own = diagnosis.buffers_of_own_samples(found, tolerance)
-    return [each for each in own if each.rpartition(".")[0] not in batch_norms]
+    by_rank = [(rank["data_rank"], [Difference(*b) for b in rank["buffers"]]) for rank in ranks]
+    own_buffers = diagnosis.buffers_of_own_samples(by_rank, tolerance)
+    return [each for each in own_buffers if each.rpartition(".")[0] not in batch_norms]
 
 
 def _merge(
     ranks: Sequence[Mapping[str, Any]], kind: str, reference: Mapping[str, Tensor]
 ) -> list[Difference]:
     """Return one difference per tensor; a tensor that no rank holds has an infinite error."""
-    found = diagnosis.merge_ranks([Difference(*each) for each in rank[kind]] for rank in ranks)
-    missing = reference.keys() - {each.name for each in found}
-    return found + [Difference(name, math.inf) for name in sorted(missing)]
+    differences = diagnosis.merge_ranks(
+        [Difference(*each) for each in rank[kind]] for rank in ranks
+    )
+    missing = reference.keys() - {each.name for each in differences}
+    return differences + [Difference(name, math.inf) for name in sorted(missing)]
 
 
 # -- all layouts -----------------------------------------------------------------------------------

@@ -62,22 +62,22 @@ class StepDifference:
 
 def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
     """Return the differences above the tolerance; NaN counts as above."""
-    return [each for each in differences if not each.error <= tolerance]
+    return [diff for diff in differences if not diff.error <= tolerance]
 
 
 def worst(differences: Iterable[Difference]) -> Difference:
-    return max(differences, key=lambda each: each.error if each.error == each.error else math.inf)
+    return max(differences, key=lambda diff: diff.error if diff.error == diff.error else math.inf)
 
 
 def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
     """Return the worst difference of each name over all ranks, with the spread between ranks."""
     by_name: dict[str, list[Difference]] = {}
-    for difference in chain.from_iterable(by_rank):
-        by_name.setdefault(difference.name, []).append(difference)
+    for diff in chain.from_iterable(by_rank):
+        by_name.setdefault(diff.name, []).append(diff)
     merged = []
     for ranks in by_name.values():
-        factors = [each.factor for each in ranks]
-        residuals = [each.residual for each in ranks]
+        factors = [diff.factor for diff in ranks]
+        residuals = [diff.residual for diff in ranks]
         spread = max(max(factors) - min(factors), max(residuals) - min(residuals))
         merged.append(worst(ranks)._replace(spread=spread))
     return merged
@@ -89,7 +89,7 @@ def buffers_of_own_samples(
     """Return the buffers that differ between data ranks and agree within each data rank."""
 
     def differing(ranks: Iterable[Sequence[Difference]]) -> list[str]:
-        return [each.name for each in merge_ranks(ranks) if each.spread > tolerance]
+        return [diff.name for diff in merge_ranks(ranks) if diff.spread > tolerance]
 
     within: set[str] = set()
     for data_rank in {data_rank for data_rank, _ in by_rank}:
@@ -97,8 +97,8 @@ def buffers_of_own_samples(
     return [name for name in differing(found for _, found in by_rank) if name not in within]
 
 
-def compare_tensors(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
-    """Compare two tensors; errors are relative to max |b|, or to `least` if that is larger."""
+def compare_tensors(name: str, a: Tensor, b: Tensor, min_scale: float) -> Difference:
+    """Compare two tensors; errors are relative to max |b|, or to `min_scale` if that is larger."""
     finite = b.isfinite()
     if not finite.all():  # for example -inf in a causal mask, which must be equal in a
         if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
@@ -106,7 +106,7 @@ def compare_tensors(name: str, a: Tensor, b: Tensor, least: float) -> Difference
         a, b = a[finite], b[finite]
     if not b.numel():
         return Difference(name, 0.0)
-    scale = max(float(b.abs().max()), least) or 1.0
+    scale = max(float(b.abs().max()), min_scale) or 1.0
     squares = float((b * b).sum())
     factor = float((a * b).sum()) / squares if squares else 1.0
     error, residual = (float((a - f * b).abs().max()) / scale for f in (1.0, factor))
@@ -163,12 +163,12 @@ def _gradients(
     total, worst_name = len(step.gradients), _worst_name(bad, setting)
     factor = _common_factor(bad, tolerance)
     # Whether ranks hold different values of the same gradient.
-    disagree = any(each.spread > tolerance.gradient for each in bad)
-    if any(not math.isfinite(each.error) for each in bad):
+    disagree = any(diff.spread > tolerance.gradient for diff in bad)
+    if any(not math.isfinite(diff.error) for diff in bad):
         return f"gradients are not finite or missing, for example that of {worst_name}"
     if len(bad) == total and factor is not None:
         return f"gradients are {_size(factor)}: {_cause(factor, setting)}"
-    roles = {setting.roles.get(each.name, "unknown") for each in bad}
+    roles = {setting.roles.get(diff.name, "unknown") for diff in bad}
     if len(bad) < total and len(roles) == 1:
         return _one_role(bad, roles.pop(), factor, disagree, setting)
     differ = (
@@ -245,9 +245,9 @@ def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Toleran
     text = f"gradients and updates agree, but {count}; the worst is {worst(bad).name}"
     if math.isinf(worst(bad).error):
         return f"{text}, which no rank has"
-    if any(each.spread > tolerance.buffer for each in bad):
+    if any(diff.spread > tolerance.buffer for diff in bad):
         return f"{text}, and ranks disagree: each rank has statistics of its own samples"
-    multiples = [each for each in bad if each.residual <= tolerance.buffer and each.factor > 0]
+    multiples = [diff for diff in bad if diff.residual <= tolerance.buffer and diff.factor > 0]
     if multiples:
         buffer = worst(multiples)
         return (
@@ -262,8 +262,8 @@ def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | N
     factor = worst(bad).factor
     loose = 100 * tolerance.gradient  # the factor multiplies rounding errors, too
     explained = all(
-        each.residual <= loose * max(1, abs(factor)) and abs(each.factor - factor) <= loose
-        for each in bad
+        diff.residual <= loose * max(1, abs(factor)) and abs(diff.factor - factor) <= loose
+        for diff in bad
     )
     return factor if explained and abs(factor - 1) > tolerance.gradient else None
 

@@ -49,9 +49,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature must be at least 0, got {self.temperature:g}")
+            raise UsageError(f"--temperature must be at threshold 0, got {self.temperature:g}")
         if self.top_k < 0:
-            raise UsageError(f"--top-k must be at least 0, got {self.top_k}")
+            raise UsageError(f"--top-k must be at threshold 0, got {self.top_k}")
 
     def pick(self, logits: Tensor, prompts: Sequence[int], position: int) -> list[int]:
         """Return a token for each row of logits (rows, vocabulary); `prompts`: of each row."""
@@ -68,8 +68,8 @@ class Sampling:
         with np.errstate(over="ignore"):
             scaled = (logits - logits.max()) / self.temperature
         if 0 < self.top_k < len(scaled):
-            least = np.partition(scaled, -self.top_k)[-self.top_k]
-            scaled = np.where(scaled >= least, scaled, -np.inf)
+            threshold = np.partition(scaled, -self.top_k)[-self.top_k]
+            scaled = np.where(scaled >= threshold, scaled, -np.inf)
         cumulative = np.exp(scaled).cumsum()
         token = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
         # If rounding makes the product equal to the last sum, the last possible token is used.
@@ -125,21 +125,25 @@ class Generator:
         batches = [range(start, min(start + batch, len(encoded))) for start in starts]
         for first in range(0, len(batches), data_ranks):
             scattered = batches[first : first + data_ranks]
-            own = scattered[data_rank] if data_rank < len(scattered) else range(0)
-            texts = self._complete([encoded[i] for i in own], own, tokens, sampling) if own else []
+            own_batch = scattered[data_rank] if data_rank < len(scattered) else range(0)
+            texts = (
+                self._complete([encoded[i] for i in own_batch], own_batch, tokens, sampling)
+                if own_batch
+                else []
+            )
             if self.mesh.layout.shard > 1:
                 # Run as many forward passes as the data rank with the longest batch: in each pass
                 # the other data ranks gather parameters from this rank.
-                lengths = [[len(encoded[i]) for i in each] for each in scattered]
-                steps = [max(each) + tokens - min(each) for each in lengths]
-                for _ in range(max(steps) - (steps[data_rank] if own else 0)):
+                lengths = [[len(encoded[i]) for i in numbers] for numbers in scattered]
+                steps = [max(group) + tokens - min(group) for group in lengths]
+                for _ in range(max(steps) - (steps[data_rank] if own_batch else 0)):
                     self._cache = KVCache(1)
                     self._next_tokens(torch.zeros(1, 1, dtype=torch.int64), [0], 0, sampling)
-            rows = [[i, text.hex()] for i, text in zip(own, texts, strict=True)]
+            rows = [[i, text.hex()] for i, text in zip(own_batch, texts, strict=True)]
             gathered = gather_text(json.dumps(rows if self.is_sampling_rank else []))
             yield [
                 Completion(i, _decode(encoded[i]), _decode(bytes.fromhex(text)))
-                for i, text in sorted(row for each in gathered for row in json.loads(each))
+                for i, text in sorted(row for rows in gathered for row in json.loads(rows))
             ]
 
     def _complete(

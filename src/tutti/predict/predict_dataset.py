@@ -217,11 +217,11 @@ class Predictor:
             write = stack.enter_context(prediction_file(out)) if self.world.is_first else None
             batches = self._batches([ranges[mesh.data_rank] for ranges in rounds], stack)
             for ranges in rounds:
-                own = ranges[mesh.data_rank]
+                own_range = ranges[mesh.data_rank]
                 lines: list[str] = []
                 # Forward may be collective, so a rank without samples left runs an empty batch.
-                for first in range(own.start, own.start + len(ranges[0]), self.batch):
-                    inputs, targets = next(batches) if first < own.stop else (empty, empty)
+                for first in range(own_range.start, own_range.start + len(ranges[0]), self.batch):
+                    inputs, targets = next(batches) if first < own_range.stop else (empty, empty)
                     inputs = as_model_dtype(inputs, self.engine.model)
                     with torch.autocast(self.world.device.type, autocast, enabled=bool(autocast)):
                         outputs = self.engine.infer(inputs, self.example)
@@ -236,10 +236,12 @@ class Predictor:
         loss, right, count = comm.all_reduce(sums).tolist()
         return Score(loss / max(1, count), right / max(1, count), int(count))
 
-    def _batches(self, own: list[range], stack: ExitStack) -> Iterator[tuple[Tensor, Tensor]]:
-        if not any(own):
+    def _batches(
+        self, own_ranges: list[range], stack: ExitStack
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if not any(own_ranges):
             return
-        indices = torch.cat([torch.arange(part.start, part.stop) for part in own])
+        indices = torch.cat([torch.arange(part.start, part.stop) for part in own_ranges])
         data = self.trained_run.recipe.data
         loader = evaluation_loader(
             SelectedSamples(self.samples, indices),
