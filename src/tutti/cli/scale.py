@@ -151,7 +151,8 @@ def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
     starts_ranks = scale_runs.starts_ranks_itself(words, sizes)
     words = ["python", *words] if words[0] == "-m" else words
     command = tuple(resolve_command(words, list(COMMANDS)))
-    job = Job(command, starts_ranks, False, options.device, options.ranks_per_gpu)
+    device, per_gpu = options.device, options.ranks_per_gpu
+    job = Job(command, starts_ranks=starts_ranks, device=device, ranks_per_gpu=per_gpu)
     return _measure(options, sizes, job, options.mode or "weak", lambda run, folder: ())
 
 
@@ -159,14 +160,14 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     """Run tutti train with these flags."""
     _read_train_flags(flags, sizes[0])  # report wrong flags before others are added
     mode: Mode = options.mode or "strong"
-    swept, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
-    if swept == "lr":
+    swept_flag, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
+    if swept_flag == "lr":
         return _sweep_learning_rates(options, sizes, flags, values)
-    sweep = [{swept: value} for value in values] or [{}]
+    sweep = [{swept_flag: value} for value in values] or [{}]
     steps = str(options.schedule().steps)
 
-    def extra_flags(ranks: int, swept: dict[str, str]) -> list[str]:
-        words = [word for flag, value in swept.items() for word in (f"--{flag}", value)]
+    def extra_flags(ranks: int, swept_values: dict[str, str]) -> list[str]:
+        words = [word for flag, value in swept_values.items() for word in (f"--{flag}", value)]
         # The only checkpoint is after the timed steps.
         words += ["--steps", steps, "--no-evaluate", "--checkpoint-every", steps]
         settings = _read_train_flags([*flags, *words], ranks).settings
@@ -183,8 +184,8 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
         return words
 
     for ranks in sizes:
-        for flag in sweep:
-            settings = _read_train_flags([*flags, *extra_flags(ranks, flag)], ranks).settings
+        for swept in sweep:
+            settings = _read_train_flags([*flags, *extra_flags(ranks, swept)], ranks).settings
             try:
                 make_schedule(settings, ranks, _MANY_SAMPLES)
             except UsageError as error:
