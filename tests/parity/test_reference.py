@@ -115,9 +115,9 @@ def test_with_batch_norms_the_loss_depends_on_the_microbatches() -> None:
 
 def test_a_difference_has_a_factor_and_a_residual() -> None:
     b = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
-    twice = compare_tensors("w", 2 * b, b, least=0.0)
+    twice = compare_tensors("w", 2 * b, b, min_scale=0.0)
     assert (twice.error, twice.factor, twice.residual) == (1.0, 2.0, 0.0)
-    small = compare_tensors("w", b * 1e-9, torch.zeros_like(b), least=1.0)
+    small = compare_tensors("w", b * 1e-9, torch.zeros_like(b), min_scale=1.0)
     assert small.error == pytest.approx(4e-9) and small.factor == 1.0
 
 
