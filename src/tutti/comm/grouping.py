@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tutti.comm import ledger, operation
 from tutti.comm.backend_calls import issue
@@ -63,20 +62,13 @@ class group:
     are sent at the end of the outermost block.
 
     If the block raises on this rank, this rank sends none of its operations; the other ranks then
-    wait until their timeout, or until the world ends. With agree=True the ranks of `among`
-    (default: all ranks) first exchange, in one tiny message, whether they completed the block: if
-    a rank did not, the others raise BlockAbandoned, and no rank sends anything. The block's
-    `summary` describes what was sent.
+    wait until their timeout, or until the world ends. With agree=True all ranks of the world first
+    exchange, in one tiny message, whether they completed the block: if a rank did not, the others
+    raise BlockAbandoned, and no rank sends anything. The block's `summary` describes what was sent.
     """
 
-    def __init__(
-        self,
-        *,
-        agree: bool = False,
-        among: dist.ProcessGroup | None = None,
-        small: int = SMALL_BYTES,
-    ) -> None:
-        self._agree, self._among, self._small = agree, among, small
+    def __init__(self, *, agree: bool = False, small: int = SMALL_BYTES) -> None:
+        self._agree, self._small = agree, small
         self._outer: group | None = None
         self._calls: list[tuple[Operation, Handle]] = []
         self._summary = Summary()
@@ -116,9 +108,9 @@ class group:
             self._calls = []
 
     def _refuse_unless_all_completed(self, error: BaseException | None) -> None:
-        comm_group = operation.comm_group_of(self._among)
+        comm_group = operation.comm_group_of(None)
         flag = torch.tensor([error is not None], dtype=torch.uint8, device=comm_group.small_device)
-        failed_ranks = all_gather(flag, group=self._among).nonzero().view(-1).tolist()
+        failed_ranks = all_gather(flag).nonzero().view(-1).tolist()
         if failed_ranks and error is None:
             raise BlockAbandoned(
                 f"{name_ranks(failed_ranks)} of group {comm_group.label} left this comm.group() "

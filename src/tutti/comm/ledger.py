@@ -34,7 +34,7 @@ DTYPES = tuple(  # the last one, bytes, stands for every other dtype
     re.sub(r"^[a-z]+(?=\d)", lambda prefix: _TORCH_NAMES[prefix[0]], name) for name in native.DTYPES
 )
 REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIONS)
-# streamed: enqueued on a CUDA stream; the ledger does not record when the stream completes it.
+# streamed: enqueued on a CUDA stream; the ledger does not record when the operation completes.
 STATES = ("begun", "waiting", "done", "failed", "streamed")
 BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 
@@ -157,8 +157,8 @@ _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _LOCATION_SECONDS = 1.0
 
-# Keys are the ids of code objects. Values are the code object itself, which keeps it alive so that
-# its id is not reused, and the texts of its lines, or None for code of tutti.comm or torch.
+# Keys are the ids of code objects. Values are the code object, which must stay alive so that its id
+# is not reused, and the texts of its lines (None for code of tutti.comm or torch).
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
 _location_writers: dict[str, Callable[[str], None]] = {}
 # The pid of the process in which the recording thread runs: a forked child has no such thread.

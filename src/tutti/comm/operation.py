@@ -217,7 +217,7 @@ class Operation:
         return f"{self.kind} {self.sequence} of group {group} ({', '.join(details)})"
 
 
-# The comm.group() block that this thread is in: it collects operations instead of sending them.
+# The comm.group() block of this thread, which collects operations instead of sending them.
 current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
 # Set by comm.debug(True): the function that compares the calls of all ranks before they are sent.
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
@@ -383,7 +383,7 @@ class Handle:
                 self._finish()
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record(stream)
-        # The allocator must not reuse the memory while this stream may still read it.
+        # The allocator must not reuse the memory while this stream may still read the tensors.
         for tensor in (self.operation.source, self.operation.target, self.operation.result):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)

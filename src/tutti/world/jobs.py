@@ -60,7 +60,7 @@ def mpi_script(
     flags = ["-np", str(ranks), "--host" if flavour == "openmpi" else "-hosts"]
     flags.append(",".join(f"{name}:{count}" for name, count in hosts))
     if flavour == "openmpi":
-        # Open MPI would bind each rank to one core; tutti binds it near its device.
+        # Open MPI would bind each rank to one core; tutti binds each rank near its device.
         flags += ["--bind-to", "none"]
     if len(hosts) > 1 and flavour == "openmpi":
         flags += ["-x", f"MASTER_ADDR={hosts[0][0]}"]

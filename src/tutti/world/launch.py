@@ -431,7 +431,7 @@ class Stream:
     def read(self) -> bool:
         """Read and forward the output that has arrived; returns False at the end of the stream."""
         data = os.read(self.fd, 1 << 16)
-        # A progress bar ends its lines with \r: each of these lines is forwarded as it arrives.
+        # A progress bar ends its lines with \r: these lines are also forwarded at once.
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
         if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
             lines, self._rest = [*lines, self._rest + b"\n"], b""

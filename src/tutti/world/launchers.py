@@ -33,7 +33,7 @@ class Identity:
     nodes: int | None = None
     master_host: str | None = None
     master_port: int | None = None
-    # Distinguishes this world from others on the same hosts; candidate ports are derived from it.
+    # Differs between worlds on the same hosts; the candidate ports are derived from this id.
     job: str = ""
     # torchrun's agent already serves the store at the master port; every rank is a client.
     agent_store: bool = False

@@ -108,7 +108,7 @@ def _serve(
             f"port {', '.join(map(str, ports))} is in use on {here}: set MASTER_PORT to a free "
             f"port ({free_port()} is free now), or stop the process that listens there"
         )
-    store = dist.TCPStore(  # would listen on every interface if it opened the socket itself
+    store = dist.TCPStore(  # without master_listen_fd, TCPStore would listen on every interface
         address,
         port,
         is_master=True,

@@ -172,7 +172,7 @@ def _make_group(
             if core.tutti_group_connect(group, local_peer, at["pid"], at["fd"], at["bytes"]) != 0:
                 reason = core.tutti_error().decode()
                 failure = f"rank {rank} could not connect to rank {peer} on {names[peer]}: {reason}"
-        # No rank continues before all peers have opened its memory, because it may end soon after.
+        # No rank continues before all peers have opened its memory, because the rank may end soon.
         for text in gather("connected", failure):
             if text is not None:
                 raise UsageError(text)
