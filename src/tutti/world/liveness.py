@@ -78,7 +78,7 @@ class Liveness:
         # The main thread sends to the serving thread through a socket pair.
         self._to_thread, thread_end = socket.socketpair()
         self._add(thread_end, rank)
-        # A forked child must close the connections, or they would stay open after the parent's death.
+        # A forked child must close the connections, or they would outlive the parent.
         os.register_at_fork(after_in_child=self._close_all)
         self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
         self._thread.start()

@@ -1,8 +1,8 @@
 """Compiles the C core and the C++ front: at install (setup.py), or at first use into a cache.
 
 Both libraries contain a mark: a hash of sources, flags and platform and, for the front, of the
-versions of torch, its ABI and Python. A library with another mark (an editable install whose sources changed, a
-new torch) is not loaded; the matching library is taken from $XDG_CACHE_HOME/tutti/shm (default
+versions of torch, its ABI and Python. A library with another mark (changed sources, a new torch) is
+not loaded; the matching library is taken from $XDG_CACHE_HOME/tutti/shm (default
 ~/.cache/tutti/shm) or compiled into this folder. setup.py imports this file by its path, so only
 the standard library is imported here.
 """
