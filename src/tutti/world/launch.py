@@ -64,17 +64,13 @@ class LocalWorld:
             checked_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
         limit, reason = _most_ranks()
         if self.ranks > limit:
-            raise UsageError(
-                f"--ranks must be at most {limit} on this machine ({reason}), got {self.ranks}"
-            )
+            raise UsageError(f"--ranks must be at most {limit} here ({reason}), got {self.ranks}")
         gpus = 0 if self.device == "cpu" else visible_gpu_count()
         if gpus:
             refuse_more_ranks_than_gpus(self.ranks, gpus, self.ranks_per_gpu, os.uname().nodename)
         elif self.device == "cuda" or self.ranks_per_gpu > 1:
             flag = "--device cuda" if self.device == "cuda" else "--ranks-per-gpu"
-            raise UsageError(
-                f"{flag} needs a GPU, and no GPU is visible on this host: leave it out"
-            )
+            raise UsageError(f"{flag} needs a GPU; no GPU is visible on this host: leave it out")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
@@ -101,12 +97,9 @@ class LocalWorld:
             # Ranks write to pipes. Without this variable Python would buffer output for minutes.
             "PYTHONUNBUFFERED": "1",
             **shared,
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks)),
+            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
             "TUTTI_RUN_ID": scratch.name,
             "TUTTI_RANKS_PER_GPU": str(self.ranks_per_gpu),
             "TUTTI_START_TIMEOUT": str(self.start_timeout),
@@ -118,8 +111,7 @@ class LocalWorld:
             {
                 **common,
                 **(shared_gpu_variables(rank, one_machine=True) if self.ranks_per_gpu > 1 else {}),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
                 "TUTTI_REPORT": str(scratch / f"rank{rank}.json"),
             }
             for rank in range(self.ranks)
