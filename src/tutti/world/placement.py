@@ -222,29 +222,16 @@ def gloo_interface(
     return None, "gloo's default: no route to the other machines was found"
 
 
-# <malloc.h>
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Blocks of this size and above get their own mapping, which is returned on free. Old versions of
-# glibc accept at most the second value.
-_MMAP_BYTES = (1 << 30, 32 << 20)
-
-
 def disable_malloc_trim(env: Mapping[str, str]) -> bool:
     """Make glibc keep freed memory for the next step; returns whether glibc accepted the setting.
 
     By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
     page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
     faults, which took 15 of 70 ms on two cores of a virtual machine. On a GPU, torch's caching
-    allocator keeps freed memory. Settings in the environment take precedence.
+    allocator keeps freed memory.
     """
-    if _malloc_set_by_environment(env):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
-    if mallopt is None:
-        return False
-    # mmap first: setting either threshold stops glibc from adjusting the other dynamically.
-    accepted = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_BYTES)
-    return accepted and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))  # the maximum
+    # Old versions of glibc accept at most 32 MiB. The trim threshold is the maximum.
+    return _set_malloc(env, mmap_bytes=(1 << 30, 32 << 20), trim_bytes=(1 << 31) - 1)
 
 
 def return_freed_memory() -> None:
@@ -254,15 +241,21 @@ def return_freed_memory() -> None:
     after use. A heap that keeps freed memory could not reuse it for the next block, whose tensors
     have other sizes and alignments, and would grow to the size of the whole model.
     """
-    libc = ctypes.CDLL(None)
-    mallopt, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
-    if mallopt is None or trim is None or _malloc_set_by_environment(os.environ):
-        return
-    mallopt(_M_MMAP_THRESHOLD, 2 << 20)
-    mallopt(_M_TRIM_THRESHOLD, 32 << 20)
-    trim(0)
+    if _set_malloc(os.environ, mmap_bytes=(2 << 20,), trim_bytes=32 << 20):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def _malloc_set_by_environment(env: Mapping[str, str]) -> bool:
+def _set_malloc(env: Mapping[str, str], mmap_bytes: Sequence[int], trim_bytes: int) -> bool:
+    """Set two limits of glibc, unless the environment sets them; returns whether both are set.
+
+    Blocks of `mmap_bytes` (the first accepted value) and above get their own mapping, which free()
+    returns. The heap returns free memory at its end if there is more than `trim_bytes`.
+    """
     variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-    return bool(variables & env.keys()) or "_threshold" in env.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
+    if mallopt is None or variables & env.keys() or "_threshold" in env.get("GLIBC_TUNABLES", ""):
+        return False
+    m_trim_threshold, m_mmap_threshold = -1, -3  # <malloc.h>
+    # mmap first: setting either threshold stops glibc from adjusting the other dynamically.
+    accepted = any(mallopt(m_mmap_threshold, size) for size in mmap_bytes)
+    return accepted and bool(mallopt(m_trim_threshold, trim_bytes))
