@@ -49,9 +49,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature must be at threshold 0, got {self.temperature:g}")
+            raise UsageError(f"--temperature must be at least 0, got {self.temperature:g}")
         if self.top_k < 0:
-            raise UsageError(f"--top-k must be at threshold 0, got {self.top_k}")
+            raise UsageError(f"--top-k must be at least 0, got {self.top_k}")
 
     def pick(self, logits: Tensor, prompts: Sequence[int], position: int) -> list[int]:
         """Return a token for each row of logits (rows, vocabulary); `prompts`: of each row."""
