@@ -222,7 +222,11 @@ def test_a_recorded_copy_gives_the_same_rows(
     ("content", "reason"),
     [
         ("{", "not JSON, line 1"),
-        ('{"schema": "tutti.topo/1"}', "the schema is 'tutti.topo/1', not 'tutti.machine/1'"),
+        ("[" * 100_000, "lists or objects are nested too deeply"),
+        ("[3]", "the schema is missing"),
+        ('{"schema": ["x"]}', 'the schema is ["x"], not "tutti.machine/1"'),
+        ('{"schema": "tutti.machine/99"}', 'the schema is "tutti.machine/99", not'),
+        ('{"schema": "tutti.machine/1", "machines": [3]}', "machine 0: the machine is 3"),
         ('{"schema": "tutti.machine/1", "machines": []}', "the file contains no machines"),
         (
             '{"schema": "tutti.machine/1", "machines": [{"host": "a", "gpus": 2}]}',
@@ -235,8 +239,11 @@ def test_an_invalid_recorded_file_is_refused_with_the_reason(
 ) -> None:
     file = tmp_path / "machine.json"
     file.write_text(content)
-    assert run(["topo", "--from", str(file)]) == 2
-    assert f"--from {file}: {reason}" in capsys.readouterr().err
+    for command in ("topo", "doctor"):
+        assert run([command, "--from", str(file)]) == 2
+        error = capsys.readouterr().err
+        assert f"--from {file}: {reason}" in error and "--record" in error
+        assert error.count("\n") == 1
 
 
 def test_topo_shows_this_machine_without_importing_torch(tmp_path: Path) -> None:

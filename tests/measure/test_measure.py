@@ -1,6 +1,7 @@
 """Units, statistics, collective formulas and terminal output that all measuring commands share."""
 
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -194,3 +195,12 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_no_temporary(tmp_pa
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, b"new")
     assert path.read_text() == "new"
+
+
+def test_writing_to_a_pipe_or_device_does_not_replace_it_with_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)

@@ -76,9 +76,10 @@ def main(arguments: list[str]) -> int:
     check_writable("--json", options.json)
     check_writable("--record", options.record)
     if options.from_ is not None:
-        for flag in ("active", "record", "ranks"):
-            if getattr(options, flag):
-                raise UsageError(f"--from checks a recorded machine: remove --{flag}")
+        for name in ("active", "record", "ranks", "device", "ranks_per_gpu", "start_timeout"):
+            if getattr(options, name) != getattr(Doctor, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"--from checks a recorded machine: remove {flag}")
         return _check_cluster(checklist.recorded_cluster(recorded_machines(options.from_)), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":

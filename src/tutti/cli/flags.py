@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
-from tutti.world.errors import UsageError
+from tutti.world.errors import UsageError, checked_seconds
 
 Flags = TypeVar("Flags")
 _MAX_HELP_WIDTH = 100
@@ -54,8 +54,19 @@ def parse(
     errors = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(errors):
         parsed: Flags = tyro.cli(kind, **options)
+        _check_shared_flags(parsed)
         return parsed
     raise UsageError(_one_line(errors.getvalue(), program, [flag.name for flag in flags]))
+
+
+def _check_shared_flags(options: object) -> None:
+    """Check the flags that mean the same in every command, even if this run does not use them."""
+    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    counts = [name for name in ("ranks", "ranks_per_gpu") if name in names]
+    check_at_least(1, options, *(n for n in counts if not isinstance(getattr(options, n), str)))
+    for name in {"start_timeout", "timeout"} & names:
+        if (value := getattr(options, name)) is not None:
+            checked_seconds(f"--{name.replace('_', '-')}", value)
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:

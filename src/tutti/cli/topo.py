@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> int:
     for flag in ("json", "svg", "record"):
         check_writable(f"--{flag}", getattr(options, flag))
     if options.from_ is not None:
+        if options.ranks is not None:
+            raise UsageError("--from shows recorded hosts: remove --ranks")
         return _show(recorded_machines(options.from_), options)
     single_process = identify(os.environ).size == 1
     if options.ranks is not None and single_process:
@@ -79,11 +81,9 @@ def recorded_machines(path: Path) -> list[Machine]:
     """Read the machines in `--from FILE`."""
     try:
         return read_machines(path)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise UsageError(f"--from {path}: {reason}: use a file that --record wrote") from None
-    except ValueError as error:
-        raise UsageError(f"--from {path}: {error}") from None
 
 
 def record_machines(path: Path, machines: Sequence[Machine], note: str) -> None:

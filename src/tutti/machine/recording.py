@@ -181,11 +181,12 @@ def read_machines(path: Path) -> list[Machine]:
         raise ValueError("not a text file") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON, line {error.lineno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
-        raise ValueError(
-            f"the schema is {schema!r}, not {SCHEMA!r}: use a file that --record wrote"
-        )
+        found = "missing" if schema is None else _shorten(schema)
+        raise ValueError(f'the schema is {found}, not "{SCHEMA}"')
     recorded = content.get("machines")
     if not isinstance(recorded, list) or not recorded:
         raise ValueError("the file contains no machines")

@@ -8,9 +8,13 @@ from pathlib import Path
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` with `content`: write a temporary file in the same folder, then rename it.
 
-    If writing fails, the temporary file is removed and OSError is raised.
+    If writing fails, the temporary file is removed and OSError is raised. A device or pipe such as
+    /dev/stdout is written directly, because a rename would replace it with a file.
     """
     data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "wb") as file:

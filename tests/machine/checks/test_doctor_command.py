@@ -66,7 +66,9 @@ def test_json_has_every_check_with_its_keys(tmp_path: Path) -> None:
         (["--from", "/nowhere.json"], "No such file"),
         (["--from", "{json}"], "schema"),
         (["--from", "{good}", "--active"], "--active"),
+        (["--from", "{good}", "--no-active"], "--active"),
         (["--from", "{good}", "--record", "x.json"], "--record"),
+        (["--from", "{good}", "--device", "cpu"], "--device"),
         (["--json", "/proc/nowhere/x.json"], "--json"),
     ],
 )
