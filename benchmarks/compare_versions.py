@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 BENCHES = {
-    "collectives": "--backends shm --sizes 4:64M:x8 --ops all --budget 0.04",
+    "collectives": "--backends shm --sizes 4:64M:x8 --ops all --budget 0.02",
     "symmetric": "--sizes 1K",
-    "pairs": "--budget 2",
+    "pairs": "--budget 1",
 }
 # The time of a row, in the unit of its own bench: ratios are compared, not times.
 TIMES = {"collectives": "time_us.p50", "symmetric": "p50_us", "pairs": "optimized_ms"}

@@ -19,7 +19,7 @@ from one_step import (
 import tutti
 from tutti.models import WideResNet, WideResNetConfig
 from tutti.parallel import EngineOptions, Layout, build_engine
-from tutti.parallel.engine import clip_by_global_norm
+from tutti.parallel.grad_norm import clip_by_global_norm
 from tutti.parallel.layout import ParallelOptions
 from worlds import in_world
 

@@ -15,7 +15,7 @@ from tutti.parity.diagnosis import (
     merge_ranks,
     worst,
 )
-from tutti.parity.parity_options import TOLERANCES
+from tutti.parity.tolerances import TOLERANCES
 
 ROLES = {
     "embed.weight": "embedding",

@@ -14,7 +14,8 @@ import tyro
 from tutti.cli.flags import check_at_least, flag_value, parse
 from tutti.cli.results import WorldFlags, check_writable, usage_error_on_rank_0, write_json
 from tutti.parallel.layout import Layout, ParallelOptions, ScheduleName
-from tutti.parity.parity_options import TOLERANCES, ParityOptions, full_size_options, small_options
+from tutti.parity.parity_options import ParityOptions, full_size_options, small_options
+from tutti.parity.tolerances import TOLERANCES
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.comm.collectives import all_reduce, broadcast_coalesced
 from tutti.parallel.layout import Layout
-from tutti.parallel.mesh import Mesh, local_shard, replicated_axes
+from tutti.parallel.mesh import Mesh
 from tutti.parallel.rng import seed_training_rng
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parallel.tensor import place_gradients
@@ -225,39 +225,6 @@ class ShardedEngine(Engine):
             self.model(example)
             return None
         return gathered(self.model(inputs))
-
-
-@torch.no_grad()
-def clip_by_global_norm(engine: Engine, largest: float) -> Tensor:
-    """Scale all gradients so that their global norm √ Σ g² is at most `largest`; returns the norm.
-
-    Call this function on every rank. A rank holds only some of the gradients: its shards, its part
-    of each split matrix, the layers of its stages. If several ranks hold the same gradient
-    (replicas, or the weight of a norm under tp), only the first of these ranks counts it.
-    """
-    mesh = engine.mesh
-    used = [(name, p) for name, p in engine.model.named_parameters() if p.grad is not None]
-    if mesh.layout.only_replicas:
-        return nn.utils.clip_grad_norm_([parameter for _, parameter in used], largest)
-    gradients = {name: local_shard(p.grad) for name, p in used if p.grad is not None}
-    counted = [
-        gradients[name]
-        for name, parameter in used
-        if name not in engine.aliases
-        and all(mesh.rank(axis) == 0 for axis in replicated_axes(parameter, mesh))
-    ]
-    squares = torch.zeros((), dtype=torch.float64, device=engine.world.device)
-    if counted:
-        squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-    all_reduce(squares)
-    norm = squares.sqrt()
-    if gradients:
-        # The same formula as in torch: 1e-6 avoids a division by zero. The factor stays on the
-        # device, so the host does not wait.
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        tensors = list(gradients.values())
-        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
-    return norm
 
 
 def count_replicas(world: World) -> str:

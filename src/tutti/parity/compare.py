@@ -27,8 +27,8 @@ from tutti.parallel.mesh import local_shard
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parity import diagnosis, single_device
 from tutti.parity.diagnosis import Difference, Scalar, StepDifference, worst
-from tutti.parity.parity_options import TOLERANCES
 from tutti.parity.single_device import OptimizerName, Scales, StepRecord, Workload
+from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import agree, build_optimizer
 from tutti.train.recipe import Compute, Optimization
 from tutti.train.step import Step, Task

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.parallel.layout import Layout
-from tutti.parity.parity_options import Tolerance
+from tutti.parity.tolerances import Tolerance
 
 
 class Difference(NamedTuple):

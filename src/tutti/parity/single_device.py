@@ -19,7 +19,8 @@ from tutti.data import TensorSamples
 from tutti.parallel.layout import Layout, Recompute
 from tutti.parallel.recompute import repeated_blocks
 from tutti.parity import parity_options
-from tutti.parity.parity_options import TOLERANCES, ParityOptions
+from tutti.parity.parity_options import ParityOptions
+from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import build_model, load_dataset
 from tutti.train.step import IGNORED
 from tutti.world.errors import UsageError

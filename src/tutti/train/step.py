@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from tutti.comm.collectives import all_reduce
 from tutti.data.loader import Batch, Loader
 from tutti.data.split import even
-from tutti.parallel.engine import Engine, clip_by_global_norm
+from tutti.parallel.engine import Engine
+from tutti.parallel.grad_norm import clip_by_global_norm
 from tutti.parallel.tensor import loss_context
 from tutti.train.recipe import Compute
 from tutti.train.telemetry import StepTimer
