@@ -245,7 +245,7 @@ def one_sided(g: Group) -> list[int]:
     got = np.frombuffer((native.ctypes.c_char * 800).from_address(base + 1024), np.int64)
     assert got.tolist() == list(range(100))
     swapped = core().tutti_compare_swap(base + 128, 0, g.rank + 1)
-    with pytest.raises(native.ShmTimeout, match="should reach 4 and is at 3"):
+    with pytest.raises(native.ShmTimeout, match="should reach 4 but is at 3"):
         native.raise_for(core().tutti_wait_signal(base + 64, 4, 0.05, zero))
     g.barrier()
     core().tutti_segment_close(zero)

@@ -44,7 +44,7 @@ def differ(g: Group, how: str) -> None:
         ("reduce", r"rank 1 called all_reduce \(float32, max, 4096 bytes\) at train.py:11 in step"),
         ("kind", "rank 1 called barrier at train.py:11 in step"),
         ("root", r"rank 1 called broadcast \(float32, 40 bytes, root 1\) at train.py:11 in step"),
-        ("sizes", "rank 1 gives 32 bytes to rank 0, which takes 24"),
+        ("sizes", "rank 1 gives 32 bytes to rank 0, which expects 24"),
     ],
 )
 def test_given_ranks_that_differ_then_every_error_names_ranks_operations_and_lines(
@@ -121,9 +121,9 @@ def test_given_no_message_at_the_timeout_then_the_recv_fails_with_that_reason() 
 def bad_arguments(g: Group) -> None:
     x = np.zeros(10, np.float32)
     for message, arguments in {
-        "root 7 is not a rank of group default of 2": (native.BROADCAST, [x], [], 7),
-        "takes 1 parts in and 2 out, got 1 and 1": (native.ALL_GATHER, [x], [x], -1),
-        "itself 40 bytes and receives 20": (native.ALL_REDUCE, [x], [x[:5]], -1),
+        "root 7 is not a rank of group default": (native.BROADCAST, [x], [], 7),
+        "takes 1 input parts and 2 output parts, got 1 and 1": (native.ALL_GATHER, [x], [x], -1),
+        "itself 40 bytes but receives 20": (native.ALL_REDUCE, [x], [x[:5]], -1),
     }.items():
         kind, ins, outs, root = arguments
         with pytest.raises(ValueError, match=message):
@@ -139,7 +139,7 @@ def test_given_bad_arguments_then_the_call_is_refused_with_the_numbers() -> None
 
 def test_given_a_group_that_is_not_connected_then_an_operation_fails_with_that_reason() -> None:
     handle = core().tutti_group_create(b"alone", 0, 2, 0, 1)
-    with pytest.raises(ValueError, match="connected to 1 of 2 ranks"):
+    with pytest.raises(ValueError, match="connected to only 1 of 2 ranks"):
         Group(handle, 0, 2).barrier()
     core().tutti_group_close(handle)
     assert outcomes(lambda g: None, 1) == [("result", None)]

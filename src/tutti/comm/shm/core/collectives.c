@@ -11,14 +11,14 @@
 
 #define STREAMED_BYTES (8 * 1024 * 1024) /* results of this size do not fit into the caches */
 #ifndef ONE_SHOT_BYTES
-#define ONE_SHOT_BYTES (128 * 1024) /* bytes read from peers; above, two rounds cost less */
+#define ONE_SHOT_BYTES (128 * 1024) /* if more bytes are read from peers, two rounds cost less */
 #endif
 
 static int size_mismatch(const tutti_group *g, int giver, uint64_t given, int taker, uint64_t taken)
 {
     return fail(TUTTI_MISMATCH,
                 "%s %" PRIu64 " of group %s differs between ranks: rank %d gives %" PRIu64
-                " bytes to rank %d, which takes %" PRIu64,
+                " bytes to rank %d, which expects %" PRIu64,
                 kind_name(g->running->kind), g->running_sequence, g->name, giver, given, taker,
                 taken);
 }
@@ -382,7 +382,7 @@ static int dispatch(tutti_group *g, const tutti_operation *op)
     return run_staged(g, op);
 }
 
-/* Whether results are written with non-temporal stores. An ordinary store to a cache line that is
+/* Returns whether to write results with non-temporal stores. An ordinary store to a line that is
  * in no cache first reads the line from memory. Non-temporal stores avoid this read, which is
  * faster for results too large for the caches. They are not used for results that replace memory
  * that was just read, nor between close cores (copy.c): there, non-temporal stores were measured as

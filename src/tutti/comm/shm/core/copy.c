@@ -100,7 +100,7 @@ void stream_fence(void)
 }
 #endif
 
-/* Whether ordinary stores to these lines are slow. The source is read first, so that only the
+/* Returns whether ordinary stores to these lines are slow. The source is read first, so that only the
  * stores are timed. The sample copies the first SAMPLED bytes to their destination, so it is part
  * of the copy. */
 static bool stores_are_slow(unsigned char *to, const unsigned char *from)

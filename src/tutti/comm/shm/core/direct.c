@@ -69,7 +69,7 @@ static int find_memory(tutti_group *g, int rank, uint64_t round, unsigned char *
     if (!block)
         return fail(TUTTI_BAD_ARGUMENT,
                     "rank %d of group %s uses symmetric block %" PRIu64
-                    ", which rank %d has not mapped: every rank must add the block",
+                    ", but rank %d has not mapped it. Every rank must add the block.",
                     rank, g->name, id, g->rank);
     *found = block->bases[rank] + offset;
     return 0;

@@ -65,13 +65,14 @@ int group_usable(tutti_group *g)
     code = atomic_load_explicit(&g->broken, memory_order_acquire);
     if (code) {
         pthread_mutex_lock(&g->broken_lock);
-        fail(code, "%s%s", g->broken_text ? g->broken_text : "no memory for the error message",
+        fail(code, "%s%s",
+             g->broken_text ? g->broken_text : "there was no memory for the error message",
              code == TUTTI_CLOSED ? "" : ": the group cannot be used any more");
         pthread_mutex_unlock(&g->broken_lock);
         return code;
     }
     if (g->connected != g->size)
-        return fail(TUTTI_BAD_ARGUMENT, "rank %d of group %s is connected to %d of %d ranks",
+        return fail(TUTTI_BAD_ARGUMENT, "rank %d of group %s is connected to only %d of %d ranks",
                     g->rank, g->name, g->connected, g->size);
     return 0;
 }

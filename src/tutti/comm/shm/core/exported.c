@@ -31,7 +31,7 @@ TUTTI_API int tutti_group_add_block(tutti_group *g, uint64_t id, void *const *ba
 {
     block *added = malloc(sizeof *added + (size_t)g->size * sizeof *added->bases);
     if (!added)
-        return fail(TUTTI_NO_MEMORY, "no memory to register a block");
+        return fail(TUTTI_NO_MEMORY, "there is no memory to register a block");
     added->id = id;
     added->bytes = bytes;
     for (int rank = 0; rank < g->size; rank++)
@@ -134,7 +134,7 @@ TUTTI_API void *tutti_export_alloc(uint64_t bytes)
     exported *made = malloc(sizeof *made);
     tutti_segment *segment = NULL;
     if (!made)
-        fail(TUTTI_NO_MEMORY, "no memory for %zu bytes", sizeof *made);
+        fail(TUTTI_NO_MEMORY, "there is no memory for %zu bytes", sizeof *made);
     else if (bytes == 0 || bytes > INT64_MAX - LINE)
         fail(TUTTI_BAD_ARGUMENT, "%" PRIu64 " bytes cannot be exported", bytes);
     else
@@ -238,7 +238,7 @@ int map_exported(tutti_group *g, int rank, uint64_t id, unsigned char **memory)
         unmap_freed(g, rank);
         found = malloc(sizeof *found);
         if (!found)
-            return fail(TUTTI_NO_MEMORY, "no memory for %zu bytes", sizeof *found);
+            return fail(TUTTI_NO_MEMORY, "there is no memory for %zu bytes", sizeof *found);
         int64_t pid = g->peers[rank].header->pid;
         tutti_segment *segment = tutti_segment_open(pid, (int)(id & 0x7fffffff), 0);
         if (!segment || atomic_load(id_in(segment)) != id) {

@@ -22,7 +22,7 @@
 #define FIRST_SLEEP_NS 20000
 #define LONGEST_SLEEP_NS 1000000
 #define ALIVE_CHECK_NS 20000000
-#define LONGEST_FUTEX_NS 20000000 /* a killed process wakes no waiter: check again */
+#define LONGEST_FUTEX_NS 20000000 /* then check again, because a killed process wakes no waiter */
 #define YIELDS_PER_CHECK 32
 #define MASK_CPUS 8192
 

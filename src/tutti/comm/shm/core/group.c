@@ -109,7 +109,7 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
     if (size < 1 || size > TUTTI_MAX_RANKS || rank < 0 || rank >= size) {
-        fail(TUTTI_BAD_ARGUMENT, "rank %d of %d: a group has 1 to %d ranks", rank, size,
+        fail(TUTTI_BAD_ARGUMENT, "a group cannot have rank %d of %d ranks: it has 1 to %d ranks", rank, size,
              TUTTI_MAX_RANKS);
         return NULL;
     }
@@ -121,7 +121,7 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
         g->copies = calloc((size_t)size, sizeof *g->copies);
     }
     if (!g || !g->peers || !g->sources || !g->copies) {
-        fail(TUTTI_NO_MEMORY, "no memory for a group of %d ranks", size);
+        fail(TUTTI_NO_MEMORY, "there is no memory for a group of %d ranks", size);
         goto failed;
     }
     snprintf(g->name, sizeof g->name, "%s", name ? name : "");
@@ -197,8 +197,8 @@ TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd,
     layout l = compute_layout(g->size, g->slot_bytes * SLOTS);
     if (bytes != l.bytes)
         return fail(TUTTI_BAD_ARGUMENT,
-                    "rank %d of group %s has a segment of %" PRIu64 " bytes and rank %d one of "
-                    "%" PRIu64 ": every rank needs the same staging_bytes",
+                    "rank %d of group %s has a segment of %" PRIu64 " bytes, but rank %d has one of "
+                    "%" PRIu64 " bytes. Every rank needs the same staging_bytes.",
                     rank, g->name, bytes, g->rank, l.bytes);
     tutti_segment *segment = tutti_segment_open(pid, fd, bytes);
     if (!segment)
@@ -209,7 +209,7 @@ TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd,
         tutti_segment_close(segment);
         return fail(TUTTI_SYSTEM,
                     "descriptor %d of process %" PRId64 " is not the segment of rank %d of group "
-                    "%s: do the ranks share a host and a version of this package?",
+                    "%s. All ranks must run on one host, with one version of this package.",
                     fd, pid, rank, g->name);
     }
     locate_parts(&g->peers[rank], segment, &l);

@@ -29,9 +29,10 @@ int break_group(tutti_group *, int code, const char *text);
 int peer_error(tutti_group *, int peer, bool check_alive);
 
 /* ---- segment.c ---- */
-/* For a forked child, in which the thread that holds the lock may not exist. */
+/* Called in a forked child, in which the thread that held the lock does not exist. */
 void reset_segment_lock(void);
-/* Keeps the mapping. tutti_segment_owner_lives can no longer be used. */
+/* Closes the descriptor but keeps the mapping. After this call, tutti_segment_owner_lives cannot be
+ * used. */
 void segment_close_descriptor(tutti_segment *);
 
 /* ---- futex.c: time and waiting ---- */
@@ -48,7 +49,7 @@ typedef struct {
     uint32_t turns;
     uint64_t sleep_ns, alive_checked_ns;
 } pause_state;
-spin_limits spin_limits_for(int ranks); /* with the CPUs counted so far */
+spin_limits spin_limits_for(int ranks); /* uses the number of CPUs counted so far */
 spin_limits worker_spin_limits(void);   /* worker threads share a CPU with the computation */
 /* Counts the CPUs on which these processes may run: the union of their affinity masks, limited by
  * the cgroup CPU quota. Later calls of spin_limits_for use the result. */
@@ -56,7 +57,7 @@ void count_cpus_of(const int64_t *pids, int n);
 /* Spins, yields or sleeps once. Returns true if the slow checks (deadline, liveness, abort) are
  * due. */
 bool pause_once(pause_state *);
-/* The same without sleeping. Returns false once all spins and yields are used up. */
+/* Like pause_once, but never sleeps. Returns false once all spins and yields are used up. */
 bool pause_awake(pause_state *, bool *should_check);
 bool alive_check_due(pause_state *, uint64_t now);
 /* Sleeps if *word is equal to `seen`, until futex_wake_all, but for at most 20 ms (a process that
@@ -236,8 +237,8 @@ const block *block_by_id(tutti_group *, uint64_t id);
 void free_blocks(tutti_group *);
 #define EXPORTED ((uint64_t)1 << 63) /* set in ids of exported memory, clear in ids of blocks */
 bool find_exported(const void *address, uint64_t bytes, uint64_t *id, uint64_t *offset);
-/* Finds the address at which this process has mapped a rank's exported memory, and maps the memory
- * at first use. Called by the thread that runs the collective. */
+/* Finds the address at which this process has mapped a rank's exported memory. Maps the memory at
+ * first use. Called by the thread that runs the collective. */
 int map_exported(tutti_group *, int rank, uint64_t id, unsigned char **memory);
 void free_mappings(tutti_group *);
 void reset_export_lock(void);
@@ -257,7 +258,7 @@ void write_place(tutti_place *, const char *text);
 
 /* ---- operations.c ---- */
 int check_operation(const tutti_group *, const tutti_operation *);
-/* Hash of the arguments that must be equal on all ranks; never 0. */
+/* Returns a hash of the arguments that must be equal on all ranks. The hash is never 0. */
 uint64_t operation_fingerprint(const tutti_operation *);
 uint64_t hash_combine(uint64_t, uint64_t);
 tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,

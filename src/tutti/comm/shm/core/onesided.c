@@ -46,17 +46,17 @@ TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double t
             atomic_load_explicit(word(signal), memory_order_acquire) < value)
             return fail(TUTTI_PEER_DIED,
                         "the process that should raise a signal to %" PRIu64
-                        " has died; the signal is at %" PRIu64,
+                        " has died. The signal is at %" PRIu64 ".",
                         value, seen);
         if (now >= deadline)
             return fail(TUTTI_TIMEOUT,
-                        "a signal should reach %" PRIu64 " and is at %" PRIu64 " after %.1f s",
+                        "a signal should reach %" PRIu64 " but is at %" PRIu64 " after %.1f s",
                         value, seen, timeout_s);
     }
     return 0;
 }
 
-/* A wait and a load in one call, because calls from an interpreter are slow. */
+/* Waits and loads in one call, because calls from an interpreter are slow. */
 TUTTI_API uint64_t tutti_await_word(const uint64_t *address, uint64_t at_least, double timeout_s)
 {
     tutti_wait_signal(address, at_least, timeout_s, NULL);

@@ -76,20 +76,20 @@ int check_operation(const tutti_group *g, const tutti_operation *operation)
     if (operation->dtype > TUTTI_BYTES)
         return fail(TUTTI_BAD_ARGUMENT, "%s: dtype %" PRIu32 " is unknown", name, operation->dtype);
     if (has_root(operation->kind) && (operation->root < 0 || operation->root >= g->size))
-        return fail(TUTTI_BAD_ARGUMENT, "%s: root %" PRId32 " is not a rank of group %s of %d",
+        return fail(TUTTI_BAD_ARGUMENT, "%s: root %" PRId32 " is not a rank of group %s, which has %d ranks",
                     name, operation->root, g->name, g->size);
     if (operation->kind >= TUTTI_SEND) {
         int lowest = operation->kind == TUTTI_RECV ? -1 : 0;
         if (operation->peer < lowest || operation->peer >= g->size || operation->peer == g->rank)
             return fail(TUTTI_BAD_ARGUMENT,
-                        "%s: peer %" PRId32 " is not another rank of group %s of %d", name,
+                        "%s: peer %" PRId32 " is not another rank of group %s, which has %d ranks", name,
                         operation->peer, g->name, g->size);
     }
     part_counts expected = parts_of(g, operation);
     if (operation->in_parts != expected.in || operation->out_parts != expected.out)
         return fail(TUTTI_BAD_ARGUMENT,
-                    "%s on rank %d takes %" PRIu32 " parts in and %" PRIu32 " out, got %" PRIu32
-                    " and %" PRIu32,
+                    "%s on rank %d takes %" PRIu32 " input parts and %" PRIu32
+                    " output parts, got %" PRIu32 " and %" PRIu32,
                     name, g->rank, expected.in, expected.out, operation->in_parts,
                     operation->out_parts);
     for (uint32_t i = 0; i < operation->in_parts; i++)
@@ -101,7 +101,7 @@ int check_operation(const tutti_group *g, const tutti_operation *operation)
     uint32_t in, out;
     if (own_parts(g, operation, &in, &out) && operation->in_bytes[in] != operation->out_bytes[out])
         return fail(TUTTI_BAD_ARGUMENT,
-                    "%s: rank %d sends itself %" PRIu64 " bytes and receives %" PRIu64, name, g->rank,
+                    "%s: rank %d sends itself %" PRIu64 " bytes but receives %" PRIu64, name, g->rank,
                     operation->in_bytes[in], operation->out_bytes[out]);
     if (!reduces(operation->kind))
         return 0;
@@ -151,7 +151,7 @@ tutti_work *work_create(tutti_group *g, const tutti_operation *op, double timeou
     size_t pointers = op->in_parts + op->out_parts;
     tutti_work *work = calloc(1, sizeof *work + pointers * (sizeof(void *) + sizeof(uint64_t)));
     if (!work) {
-        fail(TUTTI_NO_MEMORY, "no memory for an operation of %zu parts", pointers);
+        fail(TUTTI_NO_MEMORY, "there is no memory for an operation of %zu parts", pointers);
         return NULL;
     }
     const void **in = (const void **)work->parts;
@@ -314,7 +314,7 @@ static int start_worker(tutti_group *g)
 {
     pthread_t *workers = realloc(g->workers, (size_t)(g->started + 1) * sizeof *workers);
     if (!workers)
-        return fail(TUTTI_NO_MEMORY, "no memory for a thread of group %s", g->name);
+        return fail(TUTTI_NO_MEMORY, "there is no memory for a thread of group %s", g->name);
     g->workers = workers;
     sigset_t all, before;
     sigfillset(&all); /* signals are handled by the threads of the application */

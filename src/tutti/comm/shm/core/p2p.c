@@ -88,16 +88,16 @@ typedef enum { POSTER, WAITER, PROGRESS_THREAD } role;
 
 struct p2p_state {
     pthread_mutex_t lock;
-    pthread_cond_t unattended; /* for progress threads: no thread moves the pending messages */
-    pthread_cond_t ended;      /* for threads that wait without moving messages */
-    work_list *sends;          /* a list per peer, in the order of the calls */
-    work_list receives;        /* not matched yet, in the order of the calls */
+    pthread_cond_t unattended; /* wakes a progress thread: no thread moves the pending messages */
+    pthread_cond_t ended;      /* wakes threads that wait without moving messages */
+    work_list *sends;          /* one list per peer, in the order of the calls */
+    work_list receives;        /* recvs without a message yet, in the order of the calls */
     incoming *incoming;        /* one per peer */
     unexpected_message *unexpected;
     work_list completed; /* operations whose callbacks have not run yet */
     int pending;         /* posted operations that no thread has taken from `completed` yet */
     int movers;          /* threads that move messages now and are not inside a callback */
-    int inside, waiters; /* threads inside a call; threads that wait on `ended` */
+    int inside, waiters; /* number of threads inside a call; number that wait on `ended` */
     bool closing;
     pthread_t *threads;
     int started, ready; /* progress threads; progress threads not inside a callback */
@@ -156,7 +156,7 @@ int p2p_create(tutti_group *g)
             free(p->incoming);
         }
         free(p);
-        return fail(TUTTI_NO_MEMORY, "no memory for the messages of %d ranks", g->size);
+        return fail(TUTTI_NO_MEMORY, "there is no memory for the messages of %d ranks", g->size);
     }
     pthread_mutex_init(&p->lock, NULL);
     pthread_condattr_t attributes;
@@ -278,7 +278,7 @@ static bool open_incoming(tutti_group *g, int source, const message_header *head
         if (!unexpected) {
             char text[200];
             snprintf(text, sizeof text,
-                     "no memory for %" PRIu64 " bytes from rank %d (tag %" PRIu32
+                     "there is no memory for %" PRIu64 " bytes from rank %d (tag %" PRIu32
                      "), for which no recv was called yet",
                      header->bytes, source, header->tag);
             break_group(g, TUTTI_NO_MEMORY, text);
@@ -624,7 +624,7 @@ static int start_progress_thread(tutti_group *g)
     p2p_state *p = g->p2p;
     pthread_t *threads = realloc(p->threads, (size_t)(p->started + 1) * sizeof *threads);
     if (!threads)
-        return fail(TUTTI_NO_MEMORY, "no memory for a thread of group %s", g->name);
+        return fail(TUTTI_NO_MEMORY, "there is no memory for a thread of group %s", g->name);
     p->threads = threads;
     sigset_t all, before;
     sigfillset(&all); /* signals are handled by the threads of the application */

@@ -222,7 +222,7 @@ TUTTI_API int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_
                                 uint64_t count, uint32_t dtype, uint32_t reduce)
 {
     if (n_parts == 0)
-        return fail(TUTTI_BAD_ARGUMENT, "n_parts is 0: nothing to reduce");
+        return fail(TUTTI_BAD_ARGUMENT, "n_parts must be at least 1, got 0");
     if (!can_reduce(dtype, reduce))
         return fail(TUTTI_BAD_ARGUMENT, "%s of %s is not defined", reduce_name(reduce),
                     dtype_name(dtype));

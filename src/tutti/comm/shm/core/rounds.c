@@ -23,8 +23,8 @@ static int operations_differ(tutti_group *g, int rank)
     char text[1024];
     if (!describe_difference(g, rank, text, sizeof text))
         snprintf(text, sizeof text,
-                 "ranks %d and %d of group %s called different operations, more than %d operations "
-                 "before %s %" PRIu64,
+                 "ranks %d and %d of group %s called different operations: the first difference is "
+                 "more than %d operations before %s %" PRIu64,
                  g->rank, rank, g->name, TUTTI_LEDGER_ENTRIES, kind_name(g->running->kind),
                  g->running_sequence);
     return fail(TUTTI_MISMATCH, "%s", text);

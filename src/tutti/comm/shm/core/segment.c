@@ -52,15 +52,15 @@ static int reserve(int fd, uint64_t bytes, const char *label)
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
         bytes > limit.rlim_cur) /* the kernel would send SIGXFSZ */
         return fail(TUTTI_NO_MEMORY,
-                    "shared memory for %s needs %" PRIu64 " bytes, and the limit on the size of a "
-                    "file (ulimit -f) is %" PRIu64 " bytes: raise the limit",
+                    "shared memory for %s needs %" PRIu64 " bytes, but the limit on the size of a "
+                    "file (ulimit -f) is %" PRIu64 " bytes. Raise the limit.",
                     label, bytes, (uint64_t)limit.rlim_cur);
     const char *where;
     uint64_t available = available_memory(&where);
     if (bytes > available) /* fallocate would succeed, and the OOM killer would act later */
         return fail(TUTTI_NO_MEMORY,
-                    "shared memory for %s needs %" PRIu64 " bytes, and %s has %" PRIu64
-                    " bytes available: use less memory, or fewer ranks",
+                    "shared memory for %s needs %" PRIu64 " bytes, but %s has only %" PRIu64
+                    " bytes available. Use less memory or fewer ranks.",
                     label, bytes, where, available);
     int result;
     do
@@ -70,8 +70,8 @@ static int reserve(int fd, uint64_t bytes, const char *label)
         return 0;
     if (errno == ENOSPC || errno == ENOMEM || errno == EFBIG || errno == EDQUOT)
         return fail(TUTTI_NO_MEMORY,
-                    "shared memory for %s needs %" PRIu64 " bytes, and the kernel reports: %s "
-                    "(available: %" PRIu64 " bytes)",
+                    "shared memory for %s needs %" PRIu64 " bytes, but the kernel reports: %s "
+                    "(%" PRIu64 " bytes are available)",
                     label, bytes, strerror(errno), available);
     return fail_errno("fallocate of shared memory");
 }
@@ -80,7 +80,7 @@ static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
 {
     tutti_segment *segment = calloc(1, sizeof *segment);
     if (!segment) {
-        fail(TUTTI_NO_MEMORY, "no memory for the %zu bytes that describe a segment",
+        fail(TUTTI_NO_MEMORY, "there is no memory for the %zu bytes that describe a segment",
              sizeof *segment);
         return NULL;
     }
@@ -149,7 +149,7 @@ TUTTI_API tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes)
     snprintf(path, sizeof path, "/proc/%" PRId64 "/fd/%d", pid, fd);
     int opened = open(path, O_RDWR | O_CLOEXEC);
     if (opened < 0) {
-        fail(TUTTI_SYSTEM, "cannot open %s: %s: do the ranks share a host and a user?", path,
+        fail(TUTTI_SYSTEM, "cannot open %s (%s). All ranks must run on one host, as one user.", path,
              strerror(errno));
         return NULL;
     }
@@ -160,8 +160,8 @@ TUTTI_API tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes)
         fail_errno(path);
     else if (lock.l_type == F_UNLCK || (bytes && (uint64_t)status.st_size != bytes))
         fail(TUTTI_SYSTEM,
-             "%s holds %" PRId64 " bytes and is %s, not a segment of %" PRIu64
-             " bytes: do the ranks share a host?",
+             "%s holds %" PRId64 " bytes and is %s, so it is not a segment of %" PRIu64
+             " bytes. All ranks must run on one host.",
              path, (int64_t)status.st_size, lock.l_type == F_UNLCK ? "unlocked" : "locked", bytes);
     else
         segment = map(opened, (uint64_t)status.st_size, pid);

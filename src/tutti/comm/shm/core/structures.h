@@ -49,7 +49,7 @@ int64_t tutti_rows_lookup_many(tutti_rows *, const int64_t *indices, uint64_t co
 /* Returns the new version, or TUTTI_BUSY - rank. */
 int64_t tutti_rows_publish(tutti_rows *, uint64_t index, const void *row);
 uint64_t *tutti_rows_state(const tutti_rows *, uint64_t index); /* version << TUTTI_VERSION_SHIFT */
-uint64_t tutti_rows_lookups(const tutti_rows *); /* counters of this handle: lookups, retried copies */
+uint64_t tutti_rows_lookups(const tutti_rows *); /* number of lookups (retries) through this handle */
 uint64_t tutti_rows_retries(const tutti_rows *);
 /* From now on ignores the claims of a rank whose process has died. Never call this for a live
  * process, not even for one that has left the group: a live process may still be writing
@@ -82,7 +82,7 @@ int tutti_map_add(tutti_map *, uint64_t key, const void *value, uint32_t dtype);
  * reserved for the same key. */
 int tutti_map_delete(tutti_map *, uint64_t key);
 /* Returns the number of keys written. After an error that is less than `count`, and *code is the
- * error; otherwise *code is 0. Puts if dtype < 0, otherwise adds. */
+ * error; otherwise *code is 0. Stores the values if dtype < 0; otherwise adds them. */
 uint64_t tutti_map_put_many(tutti_map *, const uint64_t *keys, uint64_t count, const void *values,
                             int32_t dtype, int *code);
 /* Counters of a shard: keys that have a value, and claimed entries (deleted keys included). A
@@ -95,7 +95,7 @@ uint64_t tutti_map_limit(const tutti_map *); /* entries of a shard that may be c
 uint64_t tutti_map_collect(tutti_map *, uint64_t count, uint64_t *keys, void *values);
 /* Frees the entries of deleted keys in this rank's own shard. No rank may use the map meanwhile. */
 int tutti_map_compact(tutti_map *);
-uint64_t tutti_map_gets(const tutti_map *); /* counters of this handle: gets, found keys, retries */
+uint64_t tutti_map_gets(const tutti_map *); /* number of gets (found keys, retries) of this handle */
 uint64_t tutti_map_hits(const tutti_map *);
 uint64_t tutti_map_retries(const tutti_map *);
 void tutti_map_declare_dead(tutti_map *, uint32_t rank); /* as tutti_rows_declare_dead */

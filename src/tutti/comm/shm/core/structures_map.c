@@ -1,14 +1,15 @@
 /* A hash map sharded over ranks: open addressing with linear probing inside a shard.
  *
- *     shard: claimed, live (8 bytes each), padding to 64 bytes, then entries
- *     entry: key + 1 (0: free), then a cell (cell.h): state, payload twice
+ *     shard: number of claimed entries, number of keys with a value (8 bytes each), padding to 64
+ *            bytes, then the entries
+ *     entry: key + 1 (0: free), then a cell (cell.h): the state, then two copies of the payload
  *
  * A key is stored by compare-and-swap from 0 and stays in its entry. So two ranks that insert the
- * same key use the same entry, and a probe may stop at the first free entry. Deleting publishes an
- * absent version; the entry stays reserved for the same key until tutti_map_compact(). Loads and
- * stores of the key may be relaxed, because the order of accesses to the value depends on the cell
- * only: a cell is zeros, "never published", until its state is published (release) and loaded
- * (acquire). */
+ * same key use the same entry, and a probe may stop at the first free entry. A delete publishes a
+ * version that is marked as absent; the entry stays reserved for the same key until
+ * tutti_map_compact(). Loads and stores of the key may be relaxed, because accesses to the value are
+ * ordered by the cell's state, which is stored with release and loaded with acquire. A cell that
+ * contains only zeros was never published. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -172,7 +173,8 @@ static void write_sum(const tutti_map *map, uint64_t *payload, uint64_t claimed,
     }
 }
 
-/* Puts if dtype < 0, otherwise adds. A writer whose claim was taken over starts again (cell.h). */
+/* Stores `value` if dtype < 0; otherwise adds `value` to the stored value. A writer whose claim was
+ * taken over starts again (cell.h). */
 static int update(tutti_map *map, uint64_t key, const void *value, int32_t dtype) {
     if (key == UINT64_MAX) /* key + 1 would mean "free" */
         return TUTTI_BAD_ARGUMENT;
@@ -256,7 +258,7 @@ uint64_t tutti_map_collect(tutti_map *map, uint64_t count, uint64_t *keys, void 
     for (uint64_t slot = 0; slot <= map->mask && taken < count; ++slot) {
         uint64_t *entry = entry_at(map, map->shards[map->rank], slot), version;
         uint64_t key = __atomic_load_n(entry, __ATOMIC_RELAXED);
-        int code = key ? TUTTI_OVERTAKEN : 0;
+        int code = key ? TUTTI_OVERTAKEN : 0; /* TUTTI_OVERTAKEN: (re)try to read the cell */
         while (code < 0)
             code = cell_read(entry + 1, entry + 2, map->value_bytes, to, &version, &map->retries);
         if (code) {

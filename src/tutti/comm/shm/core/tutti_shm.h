@@ -36,7 +36,7 @@ enum {
 enum tutti_dtype {
     TUTTI_F64, TUTTI_F32, TUTTI_F16, TUTTI_BF16,
     TUTTI_I64, TUTTI_I32, TUTTI_I16, TUTTI_I8, TUTTI_U8, TUTTI_BOOL,
-    TUTTI_BYTES /* every other dtype: copied, never reduced */
+    TUTTI_BYTES /* any other dtype: it is copied, never reduced */
 };
 
 enum tutti_reduce {
@@ -93,7 +93,7 @@ tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes); /* bytes
 void *tutti_segment_base(const tutti_segment *);
 uint64_t tutti_segment_bytes(const tutti_segment *);
 int tutti_segment_fd(const tutti_segment *);
-int tutti_segment_owner_lives(const tutti_segment *); /* 0: the creating process has died */
+int tutti_segment_owner_lives(const tutti_segment *); /* returns 0 if the creator has died */
 void tutti_segment_close(tutti_segment *);
 
 /* ---- Groups. Every rank creates its segment, publishes (pid, fd, bytes) through a store and

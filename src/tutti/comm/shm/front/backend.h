@@ -28,7 +28,8 @@ using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
     const std::string& name)>;
 inline Maker maker;
 
-constexpr int64_t kFlatBytes = 1 << 20;  // total of coalesced tensors that are copied into one
+// Coalesced tensors of at most this many bytes in all are copied into one flat tensor.
+constexpr int64_t kFlatBytes = 1 << 20;
 
 // Sums sparse tensors: every rank gathers the indices and values of all ranks and adds them in the
 // order of ranks. `gather(mine, outs)` is a blocking all_gather.
@@ -36,8 +37,8 @@ template <class Gather>
 void sum_sparse(const at::Tensor& tensor, int size, bool mean, Gather gather) {
     at::AutoDispatchBelowADInplaceOrView raw;
     at::Tensor mine = tensor.coalesce();
-    // Shape, number of sparse dimensions and dtype must be equal on all ranks; the number of elements may
-    // differ.
+    // The shape, the number of sparse dimensions and the dtype must be the same on all ranks. The
+    // number of elements may differ.
     std::vector<int64_t> about(mine.sizes().begin(), mine.sizes().end());
     about.push_back(mine.sparse_dim());
     about.push_back(static_cast<int64_t>(mine.scalar_type()));
@@ -136,11 +137,12 @@ class BackendBase : public c10d::Backend {
         return issue(std::move(call), opts.asyncOp, opts.timeout);
     }
 
-    // The number of elements of each rank is exchanged first, so this call blocks until all ranks call it.
+    // The ranks first exchange their numbers of elements, so this call blocks until all ranks have
+    // called it.
     WorkPtr allreduce_sparse(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
         auto op = opts.reduceOp.op_;
         TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
-                          "shm all_reduce: sparse tensors can be summed or averaged only");
+                          "shm all_reduce: sparse tensors can only be summed or averaged");
         sum_sparse(tensor, size_, op == c10d::ReduceOp::AVG,
                    [&](const at::Tensor& mine, const Tensors& outs) {
                        Call call(kAllGather);
@@ -290,8 +292,8 @@ class BackendBase : public c10d::Backend {
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
         Call call(kAllToAll);
         for (auto* list : {&outputs, &inputs})
-            TORCH_CHECK_VALUE(static_cast<int>(list->size()) == size_, "shm all_to_all: ", list->size(),
-                        " tensors for ", size_, " ranks");
+            TORCH_CHECK_VALUE(static_cast<int>(list->size()) == size_, "shm all_to_all: expected ",
+                        size_, " tensors (one for each rank), got ", list->size());
         for (auto& input : inputs) call.reads(input);
         for (auto& output : outputs) call.writes(output);
         return issue(std::move(call), opts.asyncOp, opts.timeout);
@@ -357,7 +359,7 @@ class BackendBase : public c10d::Backend {
     WorkPtr issue(Call&& call, bool async, std::chrono::milliseconds timeout) {
         if (C10_UNLIKELY(closed()))
             throw Failure(TUTTI_CLOSED, c10::str("shm ", call.kind->name, ": group ", name_,
-                                                 " is closed: it was destroyed on this rank"));
+                                                 " is closed, because this rank has destroyed it"));
         if (auto* hook = where_hook.load(std::memory_order_acquire); C10_UNLIKELY(hook != nullptr))
             call.where = (*hook)();
         uint64_t sequence = ++sequence_;
@@ -436,25 +438,26 @@ class BackendBase : public c10d::Backend {
     const Tensors& only_list(const TensorLists& lists, const Call& call) const {
         TORCH_CHECK_VALUE(lists.size() == 1, "shm ", call.kind->name, " takes one list of tensors, got ",
                     lists.size());
-        TORCH_CHECK_VALUE(static_cast<int>(lists[0].size()) == size_, "shm ", call.kind->name, ": ",
-                    lists[0].size(), " tensors for ", size_, " ranks");
+        TORCH_CHECK_VALUE(static_cast<int>(lists[0].size()) == size_, "shm ", call.kind->name, ": expected ",
+                    size_, " tensors (one for each rank), got ", lists[0].size());
         return lists[0];
     }
 
     int32_t checked_root(int64_t root, const Call& call) const {
         TORCH_CHECK_VALUE(0 <= root && root < size_, "shm ", call.kind->name, ": root ", root,
-                    " is not a rank of a group of ", size_);
+                    " is not a rank of this group, which has ", size_, " ranks");
         return static_cast<int32_t>(root);
     }
 
     void same(uint64_t mine, uint64_t expected, const Call& call) const {
         TORCH_CHECK_VALUE(mine == expected, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
-                    " bytes, the other side expects ", expected);
+                    " bytes, but the other side expects ", expected);
     }
 
     static void pairs(const Tensors& outputs, const Tensors& inputs, const Kind& kind) {
-        TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "shm ", kind.name, ": ", inputs.size(),
-                    " inputs, ", outputs.size(), " outputs");
+        TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "shm ", kind.name,
+                    ": each input needs one output, got ", inputs.size(), " inputs and ",
+                    outputs.size(), " outputs");
     }
 
     static bool fits_flat(const Tensors& tensors) {

@@ -364,7 +364,7 @@ class HierarchicalBackend : public BackendBase {
 
     WorkPtr message(Call&& call, uint64_t sequence, double timeout_s, const char* title) {
         TORCH_CHECK_VALUE(call.peer >= 0, "shm recv from any rank is not supported in a group over several "
-                          "hosts: name the source rank");
+                          "hosts. Name the source rank.");
         auto [host, local_peer] = host_of(call.peer);
         bool sends = call.kind->code == TUTTI_SEND;
         if (host == host_) {

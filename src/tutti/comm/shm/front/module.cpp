@@ -90,7 +90,7 @@ PYBIND11_MODULE(_front, module) {
         .def_property_readonly(
             "native_group",
             [](const SingleHost& self) { return reinterpret_cast<int64_t>(self.group()); },
-            "The address of the core's group; 0 once closed.");
+            "The address of the core's group, or 0 after the group was closed.");
     py::class_<Hierarchical, c10d::Backend, c10::intrusive_ptr<Hierarchical>>(module,
                                                                               "HierarchicalBackend")
         .def(py::init([](int64_t group, std::vector<std::vector<int>> hosts,

@@ -1,7 +1,7 @@
-// An operation (Call), which converts torch's tensors to the parts of memory that the core works
-// on, and the core's functions (Core). The functions are looked up at run time in the library file
-// that Python has loaded with ctypes, so that Python and this module share the same groups, and
-// this module can be rebuilt without the core.
+// Call describes one operation and converts torch's tensors to the ranges of memory that the core
+// works on. Core is a table of pointers to the core's functions. The functions are looked up at run
+// time in the library file that Python has loaded with ctypes, so that Python and this module share
+// the same groups, and this module can be rebuilt without the core.
 #pragma once
 
 #include <dlfcn.h>
@@ -45,11 +45,12 @@ inline void load_core(const std::string& path) {
     TORCH_CHECK(file, "the shared-memory core cannot be loaded: ", dlerror());
     auto find = [&](auto& function, const char* name) {
         function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(file, name));
-        TORCH_CHECK(function, path, " has no ", name, ": the file was built from other sources");
+        TORCH_CHECK(function, path, " has no function ", name, ". The file was built from other sources.");
     };
     decltype(&tutti_abi) abi;
     find(abi, "tutti_abi");
-    TORCH_CHECK(abi() == TUTTI_ABI, path, " has ABI ", abi(), ", the front was built for ", TUTTI_ABI);
+    TORCH_CHECK(abi() == TUTTI_ABI, path, " has ABI ", abi(),
+                ", but tutti's C++ extension was built for ABI ", TUTTI_ABI);
     find(core.error, "tutti_error");
     find(core.error_code, "tutti_error_code");
     find(core.group_abort, "tutti_group_abort");
@@ -73,12 +74,11 @@ class Failure : public c10::DistBackendError {
     const int code;
 };
 
-// Names of a kind of operation.
 struct Kind {
     uint32_t code;
     c10d::OpType type;
-    const char* name;   // in errors, and the collective name in traces
-    const char* title;  // of the span in traces
+    const char* name;   // name in error messages, and collective name in traces
+    const char* title;  // name of the span in traces
 };
 
 inline constexpr Kind kAllReduce{TUTTI_ALL_REDUCE, c10d::OpType::ALLREDUCE, "all_reduce",
@@ -141,7 +141,7 @@ struct Call {
         add_out(dense.mutable_data_ptr(), dense.nbytes());
     }
 
-    // In place: the same memory is read and written.
+    // The operation works in place: it reads and writes the same memory.
     void updates(const at::Tensor& tensor) {
         check(tensor);
         inputs.push_back(tensor);
@@ -156,8 +156,8 @@ struct Call {
         add_out(memory, dense->nbytes());
     }
 
-    // Splits one tensor along its first dimension into one part per rank: into equal parts, or into
-    // parts of rows[rank] rows.
+    // Splits one tensor along its first dimension into one part per rank. The parts are equal, or
+    // have rows[rank] rows if `rows` is not empty.
     void reads_split(const at::Tensor& whole, int size, const std::vector<int64_t>& rows = {}) {
         const at::Tensor& dense = input(whole);
         auto* memory = static_cast<const char*>(dense.const_data_ptr());
@@ -178,19 +178,19 @@ struct Call {
 
     void reduces(const c10d::ReduceOp& op) {
         TORCH_CHECK_VALUE(op.op_ <= c10d::ReduceOp::BXOR, "shm ", kind->name,
-                    " supports SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR; instead of PREMUL_SUM "
-                    "multiply the tensor, then use SUM");
-        reduce = static_cast<uint32_t>(op.op_);  // the core numbers reductions as torch does
+                    " supports SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR. Instead of PREMUL_SUM, "
+                    "multiply the tensor and use SUM.");
+        reduce = static_cast<uint32_t>(op.op_);  // the core and torch use the same numbers
         if (scalar == at::kComplexFloat || scalar == at::kComplexDouble) {
             TORCH_CHECK_VALUE(reduce == TUTTI_SUM || reduce == TUTTI_AVG, "shm ", kind->name,
-                        ": complex numbers can be summed or averaged only");
+                        ": complex numbers can only be summed or averaged");
             dtype = scalar == at::kComplexFloat ? TUTTI_F32 : TUTTI_F64;
         }
         TORCH_CHECK_VALUE(reduce != TUTTI_AVG || dtype <= TUTTI_BF16 || dtype == TUTTI_BYTES, "shm ", kind->name, ": AVG of ",
-                    c10::toString(scalar), " would drop fractions: use SUM");
+                    c10::toString(scalar), " would drop fractions. Use SUM.");
         TORCH_CHECK_TYPE(dtype != TUTTI_BYTES, "shm ", kind->name, " cannot reduce ",
-                         c10::toString(scalar), ": convert it to float64, float32, "
-                         "float16, bfloat16, int64, int32, int16, int8, uint8 or bool");
+                         c10::toString(scalar), ". Convert the tensor to float64, float32, "
+                         "float16, bfloat16, int64, int32, int16, int8, uint8 or bool.");
     }
 
     tutti_operation operation() const {
@@ -228,14 +228,14 @@ struct Call {
    private:
     void check(const at::Tensor& tensor) {
         TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", kind->name,
-                    " takes CPU tensors, this tensor is on ", tensor.device(),
-                    ": start the group with backend=\"cpu:shm,cuda:nccl\"");
+                    " takes CPU tensors, but this tensor is on ", tensor.device(),
+                    ". Create the group with backend=\"cpu:shm,cuda:nccl\".");
         TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "shm ", kind->name,
-                    " takes dense tensors, this tensor is ", tensor.layout(), ": use .to_dense()");
+                    " takes dense tensors, but this tensor is ", tensor.layout(), ". Use .to_dense().");
         bool first = inputs.empty() && outputs.empty();
-        TORCH_CHECK_TYPE(first || tensor.scalar_type() == scalar, "shm ", kind->name, ": a ",
-                         c10::toString(scalar), " and a ", c10::toString(tensor.scalar_type()),
-                         " tensor in one call");
+        TORCH_CHECK_TYPE(first || tensor.scalar_type() == scalar, "shm ", kind->name,
+                         ": all tensors of a call must have the same dtype, got ",
+                         c10::toString(scalar), " and ", c10::toString(tensor.scalar_type()));
         if (first) {
             scalar = tensor.scalar_type();
             dtype = dtype_code(scalar);
@@ -277,20 +277,21 @@ struct Call {
                                       const std::vector<int64_t>& rows, const char* which) const {
         uint64_t bytes = whole.nbytes();
         if (rows.empty()) {
-            TORCH_CHECK_VALUE(whole.numel() % size == 0, "shm ", kind->name, ": ", which, " of ",
+            TORCH_CHECK_VALUE(whole.numel() % size == 0, "shm ", kind->name, ": the ", which, " of ",
                         whole.numel(), " elements cannot be split into ", size, " equal parts");
             return c10::SmallVector<uint64_t, 4>(size, bytes / size);
         }
-        TORCH_CHECK_VALUE(static_cast<int>(rows.size()) == size, "shm ", kind->name, ": ", rows.size(), " ",
-                    which, " split sizes for ", size, " ranks");
+        TORCH_CHECK_VALUE(static_cast<int>(rows.size()) == size, "shm ", kind->name, ": expected ",
+                    size, " ", which, " split sizes (one for each rank), got ", rows.size());
         int64_t all = 0;
         for (int64_t count : rows) {
-            TORCH_CHECK_VALUE(count >= 0, "shm ", kind->name, ": ", which, " split size ", count);
+            TORCH_CHECK_VALUE(count >= 0, "shm ", kind->name, ": ", which,
+                              " split sizes must not be negative, got ", count);
             all += count;
         }
         int64_t height = whole.dim() ? whole.size(0) : 1;
         TORCH_CHECK_VALUE(all == height, "shm ", kind->name, ": ", which, " split sizes sum to ", all,
-                    ", the tensor has ", height, " rows");
+                    ", but the tensor has ", height, " rows");
         c10::SmallVector<uint64_t, 4> parts;
         for (int64_t count : rows) parts.push_back(height ? bytes / height * count : 0);
         return parts;

@@ -5,7 +5,7 @@
 
 namespace tutti {
 
-constexpr uint64_t kExportBytes = 32 << 10;  // smaller DDP buckets are as fast with staging
+constexpr uint64_t kExportBytes = 32 << 10;  // for smaller DDP buckets, staging is as fast
 
 class ShmBackend : public BackendBase {
    public:
@@ -30,13 +30,13 @@ class ShmBackend : public BackendBase {
     at::Tensor allocateTensor(long size, at::TensorOptions options) override {
         uint64_t bytes = static_cast<uint64_t>(size) * options.dtype().itemsize();
         void* memory = bytes >= kExportBytes ? core.export_alloc(bytes) : nullptr;
-        if (!memory) return at::empty({size}, options);  // works too, but with staging copies
+        if (!memory) return at::empty({size}, options);  // collectives then use staging copies
         return at::from_blob(memory, {size}, [](void* exported) { core.export_free(exported); },
                              at::TensorOptions(options.dtype()));
     }
 
    protected:
-    // With `let_end`, waits for unfinished operations first, as gloo does.
+    // If `let_end` is true, first waits for unfinished operations, as gloo does.
     void close(bool let_end) {
         tutti_group* group = std::exchange(group_, nullptr);
         if (!group) return;

@@ -72,7 +72,7 @@ class FutureWork : public c10d::Work {
    protected:
     uint64_t sequence_ = 0;
 
-    // Returns the tensors that the profiler records; nullopt if the span has no title.
+    // Returns the tensors that the profiler records, or nullopt if the span has no title.
     static std::optional<std::vector<at::Tensor>> inputs_of(const Call& call, const char* title) {
         if (!title) return std::nullopt;
         return std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end());
@@ -123,7 +123,8 @@ class ShmWork : public FutureWork {
 
     void begin(tutti_group* group, double timeout_s) {
         tutti_operation operation = call_.operation();
-        counts_ = operation.kind != TUTTI_RECV;  // closing does not wait for a recv, whose message may never come
+        // Closing the group does not wait for a recv, because its message may never arrive.
+        counts_ = operation.kind != TUTTI_RECV;
         if (counts_) pending_->add();
         // The core owns one reference, which `done` releases.
         auto self = c10::intrusive_ptr<ShmWork>::unsafe_reclaim_from_nonowning(this);
@@ -241,7 +242,7 @@ class CoalescedWork : public FutureWork {
     }
 };
 
-// The result of a synchronous operation; one object serves all operations without results.
+// The result of a synchronous operation. All operations without results share one object.
 class CompletedWork : public FutureWork {
    public:
     explicit CompletedWork(std::vector<at::Tensor> results = {}) : results_(std::move(results)) {
