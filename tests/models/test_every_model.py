@@ -104,16 +104,16 @@ def test_a_model_with_a_loaded_state_has_the_same_outputs(name: str) -> None:
     [
         (lambda: LeNetConfig(image_size=3), "image_size must be at least 4, got 3"),
         (lambda: LeNetConfig(channels=0), "channels.*got 0"),
-        (lambda: WideResNetConfig(depth=27), r"depth.*6n \+ 4.*got 27.*use depth 28"),
-        (lambda: WideResNetConfig(depth=4), "use depth 10"),
+        (lambda: WideResNetConfig(depth=27), r"depth.*6n \+ 4.*got 27.*Use depth 28"),
+        (lambda: WideResNetConfig(depth=4), "Use depth 10"),
         (lambda: WideResNetConfig(dropout=1.0), "dropout.*less than 1, got 1.0"),
         (lambda: EfficientNetConfig(size="xl"), "size.*s, m or l"),  # type: ignore[arg-type]
         (
             lambda: EfficientNetConfig(stochastic_depth=-0.1),
             "stochastic_depth.*at least 0.*got -0.1",
         ),
-        (lambda: GPTConfig(dim=100, heads=12), "100 / 12 = 8.33333.*use dim 120"),
-        (lambda: GPTConfig(dim=12, heads=4), "12 / 4 = 3.*use dim 16"),
+        (lambda: GPTConfig(dim=100, heads=12), "100 / 12 = 8.33333.*Use dim 120"),
+        (lambda: GPTConfig(dim=12, heads=4), "12 / 4 = 3.*Use dim 16"),
         (lambda: GPTConfig(heads=4, kv_heads=3), "kv_heads 3.*divides 4"),
         (lambda: GPTConfig(kv_heads=0), "key_value_heads.*got 0"),
     ],

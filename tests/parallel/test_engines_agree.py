@@ -279,7 +279,7 @@ def test_description_of_an_engine() -> None:
         ]
     assert messages == [
         "single: one rank on cpu, no communication",
-        "dataparallel: only one device, cpu: nothing is split",
+        "dataparallel: one device (cpu), so nothing is split",
         "scratch: 1 replica, one all-reduce per gradient, after backward",
         "ddp: 1 replica, buckets of 25 MiB all-reduced during backward, sent as bf16",
         "ddp: 1 replica, buckets of 25 MiB all-reduced after backward",

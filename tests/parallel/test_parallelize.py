@@ -41,7 +41,7 @@ def test_a_training_loop_on_two_ranks_equals_one_on_the_whole_batch() -> None:
     for result in in_world(_own_loop, 2):
         assert result == {
             "ddp": True,
-            "error": "layout dp3 needs 3 ranks, this world has 2: use --ranks 3 or dp2",
+            "error": "layout dp3 needs 3 ranks, but this world has 2: use --ranks 3 or dp2",
         }
 
 
@@ -50,7 +50,7 @@ def test_in_a_world_of_one_the_result_is_the_model_itself() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         assert tutti.parallelize(model, world=world, sync_batchnorm=True) is model
         assert type(model[1]) is nn.BatchNorm1d
-        with pytest.raises(tutti.UsageError, match="layout dp2 needs 2 ranks, this world has 1"):
+        with pytest.raises(tutti.UsageError, match="dp2 needs 2 ranks, but this world has 1"):
             tutti.parallelize(model, "dp2", world=world)
 
 

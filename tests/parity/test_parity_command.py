@@ -94,8 +94,8 @@ def test_a_model_that_draws_random_numbers_fails_with_exit_code_one(tmp_path: Pa
     [
         (["--layouts", "all"], "--layouts all needs the number of ranks: add --ranks 4"),
         (["--layouts", "dp2.tp2", "--ranks", "2"], "layout dp2.tp2 needs 2 × 2 = 4 ranks"),
-        (["--layouts", "dp2,tp4"], "layout tp4 needs 4 ranks, this world has 2"),
-        (["--layouts", "zp2"], "unknown axis 'zp'"),
+        (["--layouts", "dp2,tp4"], "layout tp4 needs 4 ranks, but this world has 2"),
+        (["--layouts", "zp2"], "no axis 'zp'"),
         (["--recipe", "gtp", "--ranks", "2"], "--recipe gtp: did you mean gpt?"),
         (["--steps", "1", "--ranks", "2"], "--steps must be at least 2, got 1"),
         (["--layout", "dp2", "--ranks", "2"], "use --layouts dp2"),

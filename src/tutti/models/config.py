@@ -19,11 +19,11 @@ class LeNetConfig:
     """LeNet with 20 and 50 channels, for square images of 4 pixels a side or more."""
 
     channels: int = 1
-    """Channels of the input image."""
+    """Number of channels of the input image."""
     image_size: int = 28
     """Side of the square input image, in pixels. Below 28 the convolutions are padded."""
     classes: int = 10
-    """Outputs of the last layer."""
+    """Number of outputs of the last layer."""
 
     def __post_init__(self) -> None:
         _check_range(self, 1, "channels", "classes")
@@ -53,9 +53,9 @@ class WideResNetConfig:
     width: int = 10
     """Channel multiplier: the three stages have 16, 32 and 64 times this number of channels."""
     channels: int = 3
-    """Channels of the input image."""
+    """Number of channels of the input image."""
     classes: int = 10
-    """Outputs of the last layer."""
+    """Number of outputs of the last layer."""
     dropout: float = 0.0
     """Probability of dropping a value between the two convolutions of a block."""
 
@@ -65,7 +65,7 @@ class WideResNetConfig:
         if self.depth < 10 or (self.depth - 4) % 6:
             valid = 6 * max(1, round((self.depth - 4) / 6)) + 4
             raise ValueError(
-                f"wideresnet: depth must be 6n + 4, got {self.depth}: use depth {valid}"
+                f"wideresnet: depth must be 6n + 4, got {self.depth}. Use depth {valid}."
             )
 
     @property
@@ -81,9 +81,9 @@ class EfficientNetConfig:
     size: Literal["s", "m", "l"] = "s"
     """Size of the model: 21 (s), 54 (m) or 119 (l) million parameters with 1000 classes."""
     channels: int = 3
-    """Channels of the input image."""
+    """Number of channels of the input image."""
     classes: int = 1000
-    """Outputs of both classifiers."""
+    """Number of outputs of each classifier."""
     auxiliary: bool = True
     """Add 0.3 × the output of a second classifier, which reads the last features at stride 16."""
     stem_stride: int = 2
@@ -91,7 +91,7 @@ class EfficientNetConfig:
     dropout: float | None = None
     """Probability of dropping a feature before the classifier. Unset: 0.2, 0.3, 0.4 for s, m, l."""
     stochastic_depth: float = 0.2
-    """Probability of skipping the last block for a sample. It falls linearly to 0 at the first."""
+    """Probability of skipping the last block for a sample. It is 0 for the first block."""
 
     def __post_init__(self) -> None:
         if self.size not in ("s", "m", "l"):
@@ -105,9 +105,9 @@ class GPTConfig:
     """A decoder-only transformer. The defaults are a byte-level model that trains on a CPU."""
 
     vocab_size: int = 256
-    """Tokens in the vocabulary. The head is fastest if this is a multiple of 64."""
+    """Number of tokens in the vocabulary. The head is fastest if this is a multiple of 64."""
     max_seq_len: int = 256
-    """Longest possible sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     layers: int = 4
     """Number of transformer blocks."""
     dim: int = 128
@@ -130,19 +130,19 @@ class GPTConfig:
         _check_range(self, 1, "key_value_heads", "hidden")
         if self.dim % (2 * self.heads):
             raise ValueError(
-                f"gpt: dim / heads = {self.dim} / {self.heads} = {self.dim / self.heads:g}, rotary "
-                "positions need an even whole number: use dim "
-                f"{-(-self.dim // (2 * self.heads)) * 2 * self.heads}"
+                "gpt: dim / heads must be an even integer for rotary positions, got "
+                f"{self.dim} / {self.heads} = {self.dim / self.heads:g}. Use dim "
+                f"{-(-self.dim // (2 * self.heads)) * 2 * self.heads}."
             )
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"gpt: kv_heads {self.key_value_heads} does not divide heads {self.heads}: use a "
-                f"kv_heads that divides {self.heads}"
+                f"gpt: kv_heads {self.key_value_heads} does not divide heads {self.heads}. Use a "
+                f"kv_heads that divides {self.heads}."
             )
 
     @classmethod
     def gpt2(cls) -> "GPTConfig":
-        """GPT-2 small, 124 million parameters, with a vocabulary padded to 50,304 = 128 × 393."""
+        """Return GPT-2 small: 124 million parameters, vocabulary padded to 50,304 = 128 × 393."""
         return cls(vocab_size=50_304, max_seq_len=1024, layers=12, dim=768, heads=12, tied=True)
 
     @property
@@ -174,7 +174,7 @@ class GPTConfig:
         return 0.5 / math.sqrt(self.dim)
 
     def matmul_parameters(self) -> int:
-        """Number of weights in matrix products: the projections of the blocks and the head.
+        """Return the number of weights in matrix products, which are in the blocks and the head.
 
         Norms and the embedding, which is a look-up, are not counted.
         """
@@ -184,13 +184,13 @@ class GPTConfig:
         return self.layers * (wq_and_wo + wk_and_wv + mlp) + self.dim * self.vocab_size
 
     def parameters(self) -> int:
-        """Number of parameters, equal to `sum(p.numel() for p in GPT(config).parameters())`."""
+        """Return the number of parameters: `sum(p.numel() for p in GPT(config).parameters())`."""
         norms = (2 * self.layers + 1) * self.dim
         embedding = 0 if self.tied else self.vocab_size * self.dim
         return self.matmul_parameters() + norms + embedding
 
     def flops_per_token(self, seq_len: int | None = None) -> int:
-        """FLOPs to train on one token, forward and backward: 6 N + 12 L d s.
+        """Return the FLOPs to train on one token, forward and backward: 6 N + 12 L d s.
 
         N is `matmul_parameters()`. Each weight needs one multiplication and one addition in forward
         and twice as many in backward, 6 in total. L is layers, d is dim and s is the sequence

@@ -172,7 +172,7 @@ class EfficientNet(nn.Module):
             nn.init.zeros_(module.bias)
 
     def classify(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits of the main head and of the auxiliary head (None if it is disabled)."""
+        """Return the logits of the main head and of the auxiliary head (None if disabled)."""
         x: Tensor = self.stem(images)
         auxiliary: Tensor | None = None
         for i, stage in enumerate(self.stages):
@@ -183,6 +183,6 @@ class EfficientNet(nn.Module):
         return self.head(self.dropout(features)), auxiliary
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) → logits (batch, classes)."""
+        """Map images (batch, channels, height, width) to logits (batch, classes)."""
         main, auxiliary = self.classify(images)
         return main if auxiliary is None else main + AUXILIARY_WEIGHT * auxiliary

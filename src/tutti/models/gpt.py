@@ -30,7 +30,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens; returns the keys and values of all tokens.
+        """Append the keys and values of new tokens. Return the keys and values of all tokens.
 
         Shapes are (batch, heads, tokens, head_dim). Under tp, these are the heads of this rank.
         """
@@ -38,8 +38,8 @@ class LayerCache:
         end = self.length + new
         if end > self.capacity:
             raise ValueError(
-                f"gpt: {end} tokens exceed the key-value cache of {self.capacity}: use a larger "
-                "capacity, up to max_seq_len"
+                f"gpt: {end} tokens exceed the key-value cache of {self.capacity}. Use a larger "
+                "capacity, up to max_seq_len."
             )
         if self._keys is None or self._values is None:
             self._keys = keys.new_empty(batch, heads, self.capacity, size)
@@ -69,7 +69,7 @@ class KVCache:
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
-        """The cache of one block."""
+        """Return the cache of one block."""
         return self._layers.setdefault(name, LayerCache(self.capacity))
 
     @property
@@ -96,7 +96,10 @@ class Rotary(nn.Module):
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
     def init_weights(self) -> None:
-        """Fill the tables. Angles are float64: thousands in float32 have only three decimals."""
+        """Fill the tables with angles computed in float64.
+
+        float32 represents numbers above 1000 with only about three decimal places.
+        """
         length, half = self.cos.shape
         exponents = torch.arange(half, dtype=torch.float64, device="cpu") / half
         positions = torch.arange(length, dtype=torch.float64, device="cpu")
@@ -105,15 +108,16 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Rotate x of shape (batch, seq, heads, head_dim); computed in the dtype of the tables.
+        """Rotate x, which has shape (batch, seq, heads, head_dim).
 
-        start: the position of the first token of x. Earlier tokens are in the cache.
+        The rotation is computed in the dtype of the tables. `start` is the position of the first
+        token of x. Earlier tokens are in the cache.
         """
         end = start + x.size(1)
         if end > self.cos.size(0):
             raise ValueError(
                 f"gpt: a sequence of {end} tokens is longer than max_seq_len "
-                f"{self.cos.size(0)}: use shorter sequences or max_seq_len {end}"
+                f"{self.cos.size(0)}. Use shorter sequences or max_seq_len {end}."
             )
         cos, sin = self.cos[start:end, None], self.sin[start:end, None]  # broadcast over heads
         a, b = x.chunk(2, dim=-1)
@@ -214,8 +218,8 @@ class GPT(nn.Module):
 
         Call it again after `to_empty`, which separates tied parameters. Matrices are drawn from a
         normal distribution with standard deviation config.init_std. For wo and down, which write to
-        the residual stream, it is divided by √(2 layers), so that the variance of the stream does
-        not grow with depth.
+        the residual stream, the standard deviation is divided by √(2 layers), so that the variance
+        of the stream does not grow with depth.
         """
         for name, module in self.named_modules():
             if not (name == "head" and self.config.tied and self.embed is not None):
@@ -230,8 +234,8 @@ class GPT(nn.Module):
         elif isinstance(module, nn.RMSNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Linear | nn.Embedding):
-            writes = name.endswith(("attention.wo", "mlp.down"))
-            scale = (2 * self.config.layers) ** -0.5 if writes else 1.0
+            writes_to_residual = name.endswith(("attention.wo", "mlp.down"))
+            scale = (2 * self.config.layers) ** -0.5 if writes_to_residual else 1.0
             nn.init.normal_(module.weight, std=self.config.init_std * scale)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:

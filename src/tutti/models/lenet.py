@@ -28,7 +28,7 @@ class LeNet(nn.Module):
             module.reset_parameters()
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, size, size) → logits (batch, classes)."""
+        """Map images (batch, channels, size, size) to logits (batch, classes)."""
         x = F.avg_pool2d(F.relu(self.conv1(images)), 2)
         x = F.avg_pool2d(F.relu(self.conv2(x)), 2)
         x = F.relu(self.hidden(x.flatten(1)))

@@ -71,7 +71,7 @@ class WideResNet(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) → logits (batch, classes)."""
+        """Map images (batch, channels, height, width) to logits (batch, classes)."""
         x = F.relu(self.norm(self.stages(self.stem(images))))
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         return logits

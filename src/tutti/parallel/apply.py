@@ -64,7 +64,7 @@ class Techniques:
     example: Tensor | None = None
     """One real input with its batch dim, which a pipeline needs to compute the cost of layers."""
     microbatch_size: int = 1
-    """pp: samples in every microbatch."""
+    """pp: the number of samples in every microbatch."""
 
 
 def apply(
@@ -139,7 +139,7 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
         rules = getattr(model, "sharding_rules", None)
     if rules is None and layout.tp > 1:
         rules = default_rules(model)
-    # Resolved in every layout, so that unknown module names are always refused.
+    # Rules are resolved in every layout, so that unknown module names are always refused.
     rules = resolve_rules(rules or {}, model)
     splits = False
     if layout.tp > 1:
@@ -149,8 +149,8 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
             norm = isinstance(model.get_submodule(name), _NormBase)
             if norm and techniques.sync_batchnorm and layout.data_ranks > 1:
                 raise UsageError(
-                    f"sharding rules: {name} is a synchronised batch norm, which tp cannot split: "
-                    "leave it out of the rules and outside of split modules, or use shard instead "
+                    f"sharding rules: {name} is a synchronised batch norm, which tp cannot split. "
+                    "Leave it out of the rules and outside of split modules, or use shard instead "
                     "of tp"
                 )
         splits = options.sequence_parallel and splits_sequence(rules, model)
@@ -159,8 +159,8 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
     blocks = repeated_blocks(model)
     if recompute != "none" and not blocks:
         raise UsageError(
-            f"--checkpoint-activations {recompute}: {type(model).__name__} has no repeated blocks "
-            "in a ModuleList, ModuleDict or Sequential: leave the flag out"
+            f"--checkpoint-activations {recompute} needs repeated blocks in a ModuleList, "
+            f"ModuleDict or Sequential, but {type(model).__name__} has none: leave the flag out"
         )
     if layout.pp > 1:
         check_techniques(options.pipeline_schedule, techniques.compile, recompute)
@@ -185,7 +185,7 @@ def build_engine(
     autocast: torch.dtype | None = None,
     weights: Weights | None = None,
 ) -> Engine:
-    """The engine that runs the model in the layout `parallel.layout`, on this rank's device.
+    """Return the engine that runs the model in the layout `parallel.layout`, on this rank's device.
 
     Call this function on every rank with the same whole model. The model either has real weights,
     which are equal on all ranks, or is on the meta device; `weights` then initialises it (unset:
@@ -212,8 +212,8 @@ def build_engine(
     if layout.only_replicas:
         if options.engine in ("single", "dataparallel") and world.size > 1:
             raise UsageError(
-                f"--engine {options.engine} needs a world of 1 rank, this world has {world.size} "
-                "ranks: use --engine ddp or --ranks 1"
+                f"--engine {options.engine} needs a world of 1 rank, but this world has "
+                f"{world.size} ranks: use --engine ddp or --ranks 1"
             )
         model, _ = apply(model, mesh, techniques, weights)
         if options.engine == "single":
@@ -260,12 +260,12 @@ def parallelize(
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
-    """The model on this rank's device, distributed over all ranks as described by the layout.
+    """Return the model on this rank's device, distributed over all ranks by the layout.
 
-    layout: such as "dp2.tp2"; unset: one replica per rank. rules: how tp splits layers, a dict from
-    module names to roles, in which `*` matches one part of a name: {"layers.*.up": "column",
-    "layers.*.down": "row"}; unset: rules for the usual names of transformer layers. options:
-    further options of shard and tp.
+    `layout` is a layout such as "dp2.tp2"; unset: one replica per rank. `rules` define how tp
+    splits layers. They are a dict from module names to roles, in which `*` matches one part of a
+    name: {"layers.*.up": "column", "layers.*.down": "row"}; unset: rules for the usual names of
+    transformer layers. `options` contains further options of shard and tp.
 
     Call the result like the model. Backward averages gradients over the ranks that have different
     samples, as DDP and FSDP do: give each rank the same number of samples, and use the mean loss of
@@ -285,7 +285,7 @@ def parallelize(
     layout = layout or Layout(dp=world.size)
     if layout.pp > 1:
         raise UsageError(
-            f"layout {layout}: a pipeline runs whole steps, not a forward: use "
+            f"layout {layout} has a pipeline, which runs whole steps and not a forward: use "
             "tutti.parallel.build_engine and engine.run, or a layout without pp"
         )
     mesh = layout.mesh(world)

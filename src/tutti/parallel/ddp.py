@@ -27,7 +27,7 @@ POWERSGD_START = 10
 
 
 class Ddp(Engine):
-    """torch DDP, with and without overlap, with and without compression."""
+    """Engine that uses torch DDP, optionally with overlap and with compression."""
 
     def __init__(self, model: nn.Module, world: World, options: EngineOptions) -> None:
         text = f"ddp: {count_replicas(world)}, buckets of {options.bucket_mb:g} MiB all-reduced "
@@ -75,7 +75,7 @@ class Ddp(Engine):
 
     def reduce(self) -> None:
         if not self.options.overlap:
-            # Reversed, as in DDP, because backward computes the gradients of the last layer first.
+            # The order is reversed, as in DDP, because backward starts at the last layer.
             tensors = self.gradients_to_sum(self.options.find_unused)[::-1]
             all_reduce_coalesced(tensors, bucket_bytes=self.options.bucket_mb * 2**20)
         elif not (self.options.find_unused or self.options.static_graph):
@@ -89,11 +89,11 @@ def wrap_in_ddp(
     static_graph: bool,
     find_unused: bool,
 ) -> DistributedDataParallel:
-    """torch's DDP module, whose constructor broadcasts the parameters and buffers of rank 0."""
+    """Wrap the model in torch DDP, whose constructor broadcasts rank 0's parameters and buffers."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             "no parameter of the model requires a gradient: use --engine single, or "
-            "requires_grad_(True) on a parameter"
+            "call requires_grad_(True) on a parameter"
         )
     return DistributedDataParallel(
         model,
@@ -109,7 +109,7 @@ _Future = torch.futures.Future[torch.Tensor]
 
 
 def narrow_hook(dtype: torch.dtype) -> Callable[[int, dist.GradBucket], _Future]:
-    """A communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
+    """Return a communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
 
     torch's bf16 hook requires NCCL, although gloo can sum bf16 too. Gradients are divided before
     the conversion, because R·g could overflow fp16 even if g does not.
@@ -126,7 +126,7 @@ def narrow_hook(dtype: torch.dtype) -> Callable[[int, dist.GradBucket], _Future]
 
 
 def powersgd_hook(state: powersgd.PowerSGDState, bucket: dist.GradBucket) -> _Future:
-    """torch's PowerSGD hook, without its side effect on random generators.
+    """Run torch's PowerSGD hook without its side effect on random generators.
 
     torch's hook draws the first Q of a bucket with the same seed on all ranks. On CUDA, the hook
     does not restore the generator, so later dropout masks would be the same on all ranks.
@@ -138,7 +138,7 @@ def powersgd_hook(state: powersgd.PowerSGDState, bucket: dist.GradBucket) -> _Fu
 
 
 def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
-    """The state of PowerSGD between steps.
+    """Return the state that PowerSGD keeps between steps.
 
     A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. Q is the
     start value of the next step (warm start). The residual M − P Qᵀ is added to the next gradient

@@ -41,7 +41,7 @@ class StepClock(Protocol):
     """Measures a step from inside `Engine.run`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """A context that encloses the forward pass and the loss of a microbatch."""
+        """Return a context that encloses the forward pass and the loss of a microbatch."""
 
     def before_last_backward(self, loss: Tensor) -> None:
         """Called with the loss of the last microbatch, before its backward pass."""
@@ -69,7 +69,7 @@ class Engine:
         self.splits_sequence = False
         """Whether each tp rank holds a part of the sequence, between the split layers."""
         self.aliases: dict[str, str] = {}
-        """pp: the names of this rank's copies of tied parameters, mapped to the first copy's."""
+        """pp: maps the name of each copy of a tied parameter to the name of the first copy."""
 
     @property
     def reports_loss(self) -> bool:
@@ -110,26 +110,26 @@ class Engine:
         return total if self.reports_loss else torch.zeros_like(total)
 
     def zero_loss(self) -> Tensor:
-        """A zero tensor in the dtype of losses: float64 if parameters are float64, else float32."""
+        """Return 0 in the dtype of losses: float64 for float64 parameters, else float32."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         return torch.zeros((), dtype=dtype, device=self.world.device)
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
-        """The model's outputs for this rank's inputs. Call `model.eval()` before.
+        """Return the model's outputs for this rank's inputs. Call `model.eval()` first.
 
-        Returns None on ranks that do not hold the last layer and on ranks without inputs. Ranks
-        without inputs need `example` to take part in collectives. All ranks must call this method
-        the same number of times.
+        The result is None on ranks that do not hold the last layer and on ranks without inputs.
+        Ranks without inputs need `example` to take part in collectives. All ranks must call this
+        method the same number of times.
         """
         return self.model(inputs) if len(inputs) else None
 
     def __call__(self, *inputs: Any) -> Any:
-        """The model's outputs for this rank's inputs, in a step."""
+        """Return the model's outputs for this rank's inputs, in a training step."""
         return self.forward(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Context for forward and backward of a microbatch; replicas all-reduce in the last."""
+        """Return the context of a microbatch. Replicas all-reduce only in the last microbatch."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -154,7 +154,7 @@ class Engine:
             self.backward(torch.stack([part.float() for part in parts]).sum())
 
     def gradients_to_sum(self, find_unused: bool) -> list[Tensor]:
-        """The gradients to sum over ranks. They belong to the same parameters on every rank.
+        """Return the gradients to sum over ranks. Their parameters are the same on every rank.
 
         With find_unused, a parameter that has a gradient on some ranks gets a gradient of zeros on
         the other ranks. A parameter that has no gradient on any rank is left out, and the optimizer
@@ -180,7 +180,7 @@ class Engine:
             if parameter.grad is None:
                 raise UsageError(
                     f"parameter {name} got no gradient in this step: {cure}, or "
-                    "requires_grad_(False) if it is not meant to be trained"
+                    "call requires_grad_(False) if it is not meant to be trained"
                 )
 
     def seed_rng(self, seed: int, step: int = 0) -> None:
@@ -228,12 +228,12 @@ class ShardedEngine(Engine):
 
 
 def count_replicas(world: World) -> str:
-    """The number of replicas for a description: 1 replica, 2 replicas."""
+    """Return the number of replicas with its noun: 1 replica, 2 replicas."""
     return f"{world.size} replica{'s' * (world.size > 1)}"
 
 
 def gathered(outputs: Any) -> Any:
-    """Gather logits that are split along the vocabulary; other outputs are unchanged."""
+    """Gather logits that are split along the vocabulary. Return other outputs unchanged."""
     return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
 

@@ -9,8 +9,8 @@ from tutti.parallel.mesh import local_shard, replicated_axes
 
 
 @torch.no_grad()
-def clip_by_global_norm(engine: Engine, largest: float) -> Tensor:
-    """Scale all gradients so that their global norm √ Σ g² is at most `largest`; returns the norm.
+def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
+    """Scale gradients so that their global norm √ Σ g² is at most `max_norm`; return this norm.
 
     Call this function on every rank. A rank holds only some of the gradients: its shards, its part
     of each split matrix, the layers of its stages. If several ranks hold the same gradient
@@ -19,7 +19,7 @@ def clip_by_global_norm(engine: Engine, largest: float) -> Tensor:
     mesh = engine.mesh
     used = [(name, p) for name, p in engine.model.named_parameters() if p.grad is not None]
     if mesh.layout.only_replicas:
-        return nn.utils.clip_grad_norm_([parameter for _, parameter in used], largest)
+        return nn.utils.clip_grad_norm_([parameter for _, parameter in used], max_norm)
     gradients = {name: local_shard(p.grad) for name, p in used if p.grad is not None}
     counted = [
         gradients[name]
@@ -35,7 +35,7 @@ def clip_by_global_norm(engine: Engine, largest: float) -> Tensor:
     if gradients:
         # The same formula as in torch: 1e-6 avoids a division by zero. The factor stays on the
         # device, so the host does not wait.
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         tensors = list(gradients.values())
         torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
     return norm

@@ -47,18 +47,18 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parse a layout such as `dp2.tp2`; raises UsageError if it is not valid."""
-        known = [field.name for field in fields(cls)]
+        """Parse a layout such as `dp2.tp2`. Raise UsageError if it is not valid."""
+        names = [field.name for field in fields(cls)]
         axes: dict[str, int] = {}
         for part in text.split("."):
             match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
             if match is None:
                 raise UsageError(
-                    f"layout {text!r}: {part!r} is not an axis and a number: write dp2.tp2"
+                    f"layout {text!r}: {part!r} must be an axis and a number, as in dp2.tp2"
                 )
             axis = match[1]
-            if axis not in known:
-                raise UsageError(f"layout {text!r}: unknown axis {axis!r}: use {', '.join(known)}")
+            if axis not in names:
+                raise UsageError(f"layout {text!r} has no axis {axis!r}: use {', '.join(names)}")
             if axis in axes:
                 raise UsageError(f"layout {text!r} contains axis {axis} twice: write it once")
             axes[axis] = int(match[2])
@@ -66,7 +66,7 @@ class Layout:
 
     @classmethod
     def every(cls, ranks: int) -> list["Layout"]:
-        """All layouts with exactly this number of ranks, sorted by the number of axes they use."""
+        """Return all layouts with this number of ranks, sorted by the number of axes they use."""
         divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
         shapes = [shape for shape in product(divisors, repeat=4) if math.prod(shape) == ranks]
         # Among layouts that use equally many axes: dp4, shard4, tp4, pp4.
@@ -94,7 +94,7 @@ class Layout:
         return self.size == self.dp
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError, which suggests other layouts, unless the world has `size` ranks."""
+        """Raise UsageError unless the world has `size` ranks. The message suggests layouts."""
         if self.size == world_size:
             return
         if world_size < 1:
@@ -103,12 +103,12 @@ class Layout:
         equation = f"{' × '.join(factors)} = {self.size}" if len(factors) > 1 else f"{self.size}"
         nearest = " or ".join(str(layout) for layout in self.nearest(world_size))
         raise UsageError(
-            f"layout {self} needs {equation} rank{'s' * (self.size > 1)}, this world has "
-            f"{world_size}: use --ranks {self.size} or {nearest}"
+            f"layout {self} needs {equation} rank{'s' * (self.size > 1)}, but this world "
+            f"has {world_size}: use --ranks {self.size} or {nearest}"
         )
 
     def nearest(self, world_size: int) -> list["Layout"]:
-        """One or two layouts with `world_size` ranks that are most similar to this layout."""
+        """Return one or two layouts with `world_size` ranks that are most similar to this one."""
 
         def distance(other: Layout) -> tuple[int, int, float, list[int]]:
             # If tp divides the heads of a model, so does every divisor of tp; other numbers may
@@ -123,7 +123,7 @@ class Layout:
         return ranked[: 1 if ranked[0]._used.keys() >= self._used.keys() else 2]
 
     def mesh(self, world: "World") -> "Mesh":
-        """The ranks of the world arranged by this layout. Call it on every rank."""
+        """Return the world's ranks, arranged by this layout. All ranks must call this method."""
         from tutti.parallel.mesh import Mesh  # imports torch
 
         return Mesh(self, world)
@@ -137,7 +137,7 @@ class Layout:
 
 
 def layout_of(text: str | None, world_size: int) -> Layout:
-    """The layout that `text` describes (None: one replica per rank), checked against the world."""
+    """Return the layout that `text` describes (None: one replica per rank), after checking it."""
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
@@ -151,7 +151,7 @@ class EngineOptions:
     """How replicas are synchronised: with torch DDP (ddp) or not at all (single). For teaching: one
     process with many devices (dataparallel) or plain collectives after backward (scratch)."""
     bucket_mb: float = 25.0
-    """ddp: bucket size in MiB. Small buckets are sent earlier, large ones use more bandwidth."""
+    """ddp: bucket size in MiB. Small buckets are sent earlier; large ones use more bandwidth."""
     overlap: bool = True
     """ddp: all-reduce gradients during backward; otherwise after backward."""
     gradient_as_bucket_view: bool = True
@@ -190,7 +190,7 @@ class EngineOptions:
         if self.static_graph and (not self.overlap or self.find_unused):
             other = "--find-unused" if self.overlap else "--no-overlap"
             raise UsageError(
-                f"--static-graph cannot be combined with {other}: with a static graph, DDP finds "
+                f"--static-graph cannot be combined with {other}, because DDP finds "
                 "unused parameters and plans the overlap in the first step: leave one of them out"
             )
         if self.powersgd_rank != 2 and self.compress != "powersgd":
@@ -229,7 +229,7 @@ class ParallelOptions:
     """pp: order of forwards and backwards: gpipe, 1f1b, interleaved (1f1b with several stages per
     rank), zero-bubble (interleaved; weight gradients fill the bubbles), zbv (V-shaped)."""
     stages_per_rank: int | None = None
-    """pp: stages per rank. Unset: 1 for gpipe and 1f1b, 2 for the others."""
+    """pp: number of stages per rank. Unset: 1 for gpipe and 1f1b, 2 for the others."""
     balance: Literal["counted", "measured", "even"] = "counted"
     """pp: cut the layers into stages of equal FLOPs, equal measured time, or equal layer count."""
 
@@ -246,13 +246,13 @@ class ParallelOptions:
         if not valid:
             other = "1f1b" if stages == 1 else "interleaved"
             raise UsageError(
-                f"--stages-per-rank {stages}: --pipeline-schedule {schedule} needs {needs} on each "
-                f"rank: leave --stages-per-rank out, or use --pipeline-schedule {other}"
+                f"--pipeline-schedule {schedule} needs {needs} on each rank, got --stages-per-rank "
+                f"{stages}: leave --stages-per-rank out, or use --pipeline-schedule {other}"
             )
 
     @property
     def virtual_stages(self) -> int:
-        """Stages on each rank of the pipeline."""
+        """The number of stages on each rank of the pipeline."""
         return self.stages_per_rank or (1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2)
 
 
@@ -272,7 +272,7 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
 
 
 def flag_of(name: str, value: object) -> str:
-    """An option and its value as written on a command line."""
+    """Return an option and its value as written on a command line."""
     flag = name.replace("_", "-")
     if isinstance(value, bool) and name != "reshard":  # reshard has a third value, None
         return f"--{flag}" if value else f"--no-{flag}"
@@ -280,5 +280,5 @@ def flag_of(name: str, value: object) -> str:
 
 
 def leave_out(name: str, default: object) -> str:
-    """The advice for an option that must not be set, on the command line or in a recipe file."""
+    """Return the advice to leave out an option, on the command line or in a recipe file."""
     return f"leave it out, or pass {flag_of(name, default)} if a recipe file sets it"

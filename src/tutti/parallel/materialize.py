@@ -159,7 +159,7 @@ def take_weights(model: nn.Module) -> CopiedWeights:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether all parameters are on meta. Raises UsageError if only some of them are."""
+    """Return whether all parameters are on meta. Raise UsageError if only some of them are."""
     on_meta = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if len(set(on_meta.values())) > 1:
         name = next(name for name, is_meta in on_meta.items() if is_meta)
@@ -236,7 +236,7 @@ def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _replica_groups(mesh: Mesh, axes: list[str]) -> list[list[int]]:
-    """The groups of ranks that differ only on these axes."""
+    """Return the groups of ranks that differ only on these axes."""
     dims = [AXES.index(axis) for axis in axes]
     other_dims = [dim for dim in range(len(AXES)) if dim not in dims]
     size = math.prod(mesh.ranks.shape[dim] for dim in dims)
@@ -252,8 +252,8 @@ class _MetaConstruction(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_reset: set[int] = set()  # storages written by a reset_parameters()
-        self._otherwise: set[int] = set()  # storages written by any other code
+        self._written_by_reset: set[int] = set()  # storages written by a reset_parameters()
+        self._written_elsewhere: set[int] = set()  # storages written by any other code
         self._keep: list[Any] = []  # keeps tensors alive, so that storage ids stay unique
 
     def __enter__(self) -> "_MetaConstruction":
@@ -292,13 +292,13 @@ class _MetaConstruction(TorchFunctionMode):
             frame = frame.f_back
         module = None if frame is None else frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            self._by_reset.add(storage)
+            self._written_by_reset.add(storage)
             if storage in [tensor.untyped_storage()._cdata for _, tensor in _own_tensors(module)]:
                 return
-        self._otherwise.add(storage)
+        self._written_elsewhere.add(storage)
 
     def cannot_reproduce(self, model: nn.Module) -> str | None:
-        """Why the weights cannot be drawn one module at a time; None if they can."""
+        """Return why the weights cannot be drawn one module at a time, or None if they can."""
         for name, module in model.named_modules():
             for key, tensor in _own_tensors(module):
                 full_name = f"{name}.{key}".removeprefix(".")
@@ -307,9 +307,9 @@ class _MetaConstruction(TorchFunctionMode):
                         return f"{full_name} is a {type(tensor).__name__} that was replaced"
                     continue  # a buffer, computed as usual
                 storage = tensor.untyped_storage()._cdata
-                if storage in self._otherwise:
+                if storage in self._written_elsewhere:
                     return f"{full_name} is set outside of its module's reset_parameters()"
-                if storage not in self._by_reset:
+                if storage not in self._written_by_reset:
                     return f"{full_name} is not set by a reset_parameters()"
         return None
 
@@ -322,7 +322,7 @@ def _move_to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
 
 def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name == "__set__":  # of a property: only `tensor.data = …` writes values
+    if name == "__set__":  # sets a property; only `tensor.data = …` writes values
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     if name.startswith("__"):
         return name == "__setitem__" or name in _IN_PLACE_OPERATORS
@@ -365,7 +365,7 @@ def _replace(model: nn.Module, replacements: dict[int, Any]) -> None:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of the module itself, without those of its children."""
+    """Return the parameters and buffers of the module itself, without its children."""
     both = [*module._parameters.items(), *module._buffers.items()]
     return [(key, tensor) for key, tensor in both if tensor is not None]
 

@@ -28,7 +28,7 @@ class Mesh:
         self.layout = layout
         self.world = world
         nodes = gather_json(world.node) if world.nodes > 1 else [0] * world.size
-        # Sorted by node: some launchers assign consecutive ranks to different nodes.
+        # Sort by node, because some launchers assign consecutive ranks to different nodes.
         by_node = sorted(range(world.size), key=lambda rank: (nodes[rank], rank))
         shape = [getattr(layout, axis) for axis in AXES]
         self.ranks = torch.tensor(by_node, device="cpu").view(shape)
@@ -38,7 +38,7 @@ class Mesh:
         self.tp_crosses_nodes = any(len({nodes[rank] for rank in group}) > 1 for group in tp_groups)
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self._coordinates[axis]
 
     @property
@@ -52,7 +52,7 @@ class Mesh:
         return DeviceMesh(self.world.device.type, self.ranks, mesh_dim_names=AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this rank only on this axis."""
+        """Return the process group of the ranks that differ from this rank only on this axis."""
         return self.device_mesh.get_group(axis)
 
     @cached_property
@@ -74,7 +74,7 @@ class Mesh:
         return dist.new_group() if self.layout.only_replicas else self.data_group
 
     def describe(self) -> str:
-        """The layout in words."""
+        """Return a description of the layout."""
         layout = self.layout
         where = " across nodes, over the network" if self.tp_crosses_nodes else ""
         words = {
@@ -87,13 +87,13 @@ class Mesh:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, detached; a plain tensor is its own shard."""
+    """Return this rank's shard of a DTensor, detached. A plain tensor is its own shard."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def replicated_axes(tensor: torch.Tensor, mesh: Mesh) -> tuple[str, ...]:
-    """The axes among dp, shard and tp along which all ranks hold the same values of a parameter."""
+    """Return the axes among dp, shard and tp along which ranks hold equal values of `tensor`."""
     split: set[str] = set()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()

@@ -42,7 +42,7 @@ _BATCH_SIZES = 4
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, which are the units of recomputation, compilation and sharding.
+    """Return the blocks of a model, which are the units of recomputation, compilation and sharding.
 
     A block is a child of a ModuleList, ModuleDict or Sequential that has parameters and whose class
     is not defined by torch. Blocks inside other blocks are left out.
@@ -72,7 +72,7 @@ def compile_blocks(
     # each batch size has its own graph if tp is used.
     dynamic = False if any(isinstance(p, DTensor) for p in model.parameters()) else None
     blocks = repeated_blocks(model) or [model]
-    # Blocks of different sizes have their own graphs. Beyond its limit, the compiler gives up.
+    # Blocks of different sizes have their own graphs. The compiler gives up beyond its limit.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _BATCH_SIZES * len(blocks))
     for block in blocks:
@@ -88,7 +88,7 @@ def recompute_activations(model: nn.Module, what: Recompute) -> None:
         return
     for block in repeated_blocks(model):
         norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        # Without norms, the same object for all blocks, so that equal blocks share a graph.
+        # Blocks without norms get the same object, so that equal blocks share a graph.
         contexts = partial(_contexts, what, norms) if norms else _WITHOUT_NORMS[what]
         block.forward = _recomputed(block.forward, contexts)
 
@@ -104,7 +104,7 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Cal
 def _contexts(
     what: Recompute, norms: Sequence[_NormBase]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a block's forward and of its recomputation."""
+    """Return the contexts of a block's forward and of its recomputation."""
     # A compiled graph updates each buffer only once, even if it recomputes activations.
     compiling = torch.compiler.is_compiling()
     if what == "full" and not compiling:

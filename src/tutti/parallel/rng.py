@@ -38,7 +38,7 @@ _Context = Callable[[], AbstractContextManager[None]]
 
 
 def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
-    """The axes along which ranks draw different numbers: tp only if it splits the sequence."""
+    """Return the axes along which ranks draw different numbers: tp only if it splits sequences."""
     return tuple(axis for axis in AXES if axis != "tp" or splits_sequence)
 
 
@@ -80,7 +80,7 @@ def set_up_dropout(
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a module has a dropout probability above 0.
+    """Return whether a module has a dropout probability above 0.
 
     The probability is the `p` of a Dropout layer, or any attribute with "drop" in its name, because
     attention modules often store the probability as a number.
@@ -119,7 +119,7 @@ class RankSeed:
             self._generator.set_state(self._state)
 
     def _is_active(self) -> bool:
-        """Whether the generator has the seed of this rank.
+        """Return whether the generator has the seed of this rank.
 
         A flag would be wrong after a recomputation that stops between layers, because it then
         restores the generator.
@@ -141,7 +141,7 @@ def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None
 
 
 def _local_dropout(dropout: nn.Module, forward: Any, same_numbers: _Context, input: Tensor) -> Any:
-    """The forward of a dropout layer. Its input may be a DTensor that is equal on all tp ranks.
+    """Run forward of a dropout layer. Its input may be a DTensor that is equal on all tp ranks.
 
     DTensor's own dropout would draw a different mask per rank on the CPU, and on CUDA it would set
     the generator of every rank to the state of rank 0.
@@ -154,11 +154,11 @@ def _local_dropout(dropout: nn.Module, forward: Any, same_numbers: _Context, inp
 
 
 def _draw() -> int:
-    """Draw a number from the CPU generator, since reading a number from a GPU would wait for it."""
+    """Draw a number on the CPU, because reading a number from a GPU would wait for the GPU."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 def mixed_seed(*parts: object) -> int:
-    """A 63-bit seed from any values, the same on every machine."""
+    """Return a 63-bit seed derived from any values. It is the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

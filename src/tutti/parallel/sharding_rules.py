@@ -48,7 +48,7 @@ _KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
 
 
 def default_rules(model: nn.Module) -> dict[str, Role]:
-    """Rules for the usual layer names of transformers; UsageError if there are no such layers."""
+    """Return rules for the usual layer names. Raise UsageError if the model has no such layers."""
     roles = {name: role for role, names in _USUAL_NAMES.items() for name in names.split()}
     rules: dict[str, Role] = {}
     for name, module in model.named_modules():
@@ -84,26 +84,26 @@ def default_rules(model: nn.Module) -> dict[str, Role]:
 
 
 def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
-    """The rules with every `*` expanded to module names; UsageError if a name has no module."""
+    """Return the rules with each `*` expanded. Raise UsageError if a name has no module."""
     names = [name for name, _ in model.named_modules() if name]
     resolved: dict[str, Role] = {}
     for pattern, role in rules.items():
         if role not in get_args(Role):
             raise UsageError(
-                f"sharding rules: {pattern!r} has role {role!r}: "
+                f"the sharding rules give {pattern!r} the unknown role {role!r}: "
                 f"{did_you_mean(role, get_args(Role))}"
             )
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        found = [name for name in names if expression.fullmatch(name)]
-        if not found:
-            known = dict.fromkeys(
+        matches = [name for name in names if expression.fullmatch(name)]
+        if not matches:
+            patterns = dict.fromkeys(
                 re.sub(r"\b\d+\b", "*", n) if "*" in pattern else n for n in names
             )
             raise UsageError(
-                f"sharding rules: {type(model).__name__} has no module {pattern!r}: "
-                f"{did_you_mean(pattern, known)}"
+                f"{type(model).__name__} has no module {pattern!r}, which the sharding rules name: "
+                f"{did_you_mean(pattern, patterns)}"
             )
-        for name in found:
+        for name in matches:
             kinds = _KINDS.get(role)
             module = model.get_submodule(name)
             if kinds is not None and not isinstance(module, kinds):
@@ -117,7 +117,7 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
 
 
 def splits_sequence(rules: Mapping[str, Role], model: nn.Module) -> bool:
-    """Whether activations can be split along the sequence.
+    """Return whether activations can be split along the sequence.
 
     This requires rules for the embedding, the head and every layer between them.
     """
@@ -133,20 +133,20 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
         for name in _uncovered(model, rules, parent):
             raise UsageError(
                 f"sharding rules: {name} has no role, but is inside {parent}, whose layers are "
-                'split over tp: use the role "norm" or "whole" for whole activations; if the layer '
+                'split over tp. Use the role "norm" or "whole" for whole activations. If the layer '
                 f"works on heads, leave {parent} out of the rules or use shard instead of tp"
             )
 
 
 def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
-    """Raise UsageError, which suggests another tp, if a layer cannot be split evenly over tp."""
+    """Raise UsageError if tp does not divide a layer evenly. The message suggests another tp."""
     for name, role in rules.items():
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding) and role == "vocabulary":
-            count, what = module.num_embeddings, "words"
+            count, what = module.num_embeddings, "tokens"
         elif isinstance(module, nn.Linear) and role in ("column", "row", "head"):
             count = module.in_features if role == "row" else module.out_features
-            what = {"row": "inputs", "head": "words"}.get(role, "outputs")
+            what = {"row": "inputs", "head": "tokens"}.get(role, "outputs")
             # An attention head cannot be split over ranks.
             head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
             if isinstance(head_dim, int) and count % head_dim == 0:
@@ -156,18 +156,18 @@ def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
         if count % tp:
             divisors = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 2 * tp]
             raise UsageError(
-                f"layout tp{tp} does not divide the {count} {what} of {name}: {count} / {tp} = "
-                f"{count / tp:.4g}: use tp{' or tp'.join(divisors[-2:])}"
+                f"layout tp{tp} does not divide the {count} {what} of {name} ({count} / {tp} = "
+                f"{count / tp:.4g}): use tp{' or tp'.join(divisors[-2:])}"
             )
 
 
 def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:
-    """The parameters whose layer has no rule, in the whole model or in the module `inside`."""
+    """Return the parameters whose layer has no rule, in the model or in its module `inside`."""
     prefix = f"{inside}." if inside else ""
     owners = [(n, n.rpartition(".")[0]) for n, _ in model.named_parameters(prefix="")]
     return [name for name, owner in owners if name.startswith(prefix) and owner not in rules]
 
 
 def _parents(rules: Mapping[str, Role], role: Role) -> set[str]:
-    """The names of the modules that directly contain a layer with this role."""
+    """Return the names of the modules that directly contain a layer with this role."""
     return {name.rpartition(".")[0] for name, its_role in rules.items() if its_role == role}

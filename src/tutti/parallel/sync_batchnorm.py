@@ -95,7 +95,7 @@ class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
 
 
 class CpuBatchNorm(JointBatchNorm):
-    """A synchronised batch norm for CPU tensors of any float dtype; works on CUDA, but slowly."""
+    """A synchronised batch norm for CPU tensors of any float dtype. It is slow on CUDA."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -126,14 +126,14 @@ class CpuBatchNorm(JointBatchNorm):
 
 
 def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance of each channel, and the count, over all ranks in one collective.
+    """Return each channel's mean and biased variance, and the count, over all ranks.
 
-    Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. These are combined with
+    In one collective, every rank sends its mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ, combined with
     Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²]. A variance computed from Σ xᵢ² would lose
     precision by cancellation if the data is far from 0.
     """
     x = x.to(_wide(x))
-    dims = [0, *range(2, x.dim())]  # all but the channels
+    dims = [0, *range(2, x.dim())]  # all dims but the channels
     n = x.numel() // x.shape[1]
     mean = x.sum(dims) / max(n, 1)
     squares = (x - _channels(mean, x)).square().sum(dims)
@@ -194,5 +194,5 @@ def _channels(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums over x: float32 or wider."""
+    """Return the dtype of sums over x: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)

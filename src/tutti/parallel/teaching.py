@@ -49,7 +49,7 @@ from tutti.parallel.pipeline.stages import cut_evenly, keep_layers, layer_units
 from tutti.world.world import World
 
 Group = dist.ProcessGroup | None  # None: all ranks
-_OnRanks = Callable[[Tensor, Group], Tensor]
+_Collective = Callable[[Tensor, Group], Tensor]
 
 
 class Scratch(Engine):
@@ -59,18 +59,18 @@ class Scratch(Engine):
         self,
         model: nn.Module,
         world: World,
-        how: Literal["each", "grouped"] = "grouped",
+        reduction_mode: Literal["each", "grouped"] = "grouped",
         find_unused: bool = False,
     ) -> None:
-        calls = {"each": "one all-reduce per gradient", "grouped": "one all-reduce for all"}
-        text = f"scratch: {count_replicas(world)}, {calls[how]}, after backward"
+        calls = {"each": "one all-reduce per gradient", "grouped": "one for all gradients"}
+        text = f"scratch: {count_replicas(world)}, {calls[reduction_mode]}, after backward"
         super().__init__(model, world, text)
-        self.how, self.find_unused = how, find_unused
+        self.reduction_mode, self.find_unused = reduction_mode, find_unused
         broadcast_coalesced([*model.parameters(), *model.buffers()])
 
     def reduce(self) -> None:
         tensors = self.gradients_to_sum(self.find_unused)
-        if self.how == "each":
+        if self.reduction_mode == "each":
             all_reduce_each(tensors)
         else:
             all_reduce_coalesced(tensors)
@@ -96,7 +96,7 @@ class DataParallel(Engine):
             gpus = devices = [world.device, *(gpu for gpu in visible if gpu != world.device)]
         text = f"dataparallel: one process on {', '.join(map(str, devices))}"
         if len(devices) == 1:
-            text = f"dataparallel: only one device, {devices[0]}: nothing is split"
+            text = f"dataparallel: one device ({devices[0]}), so nothing is split"
         super().__init__(model, world, text)
         # On the CPU, torch's DataParallel calls the module directly.
         self.scattered = nn.DataParallel(model, device_ids=gpus)
@@ -117,8 +117,8 @@ class LayersOnRanks:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.ranks - 1
         units = layer_units(model)
-        own = cut_evenly(len(units), self.ranks)[self.rank]
-        self.model = keep_layers(model, [name for number in own for name in units[number]])
+        own_units = cut_evenly(len(units), self.ranks)[self.rank]
+        self.model = keep_layers(model, [name for index in own_units for name in units[index]])
 
     def forward(self, inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Receive from the previous rank, compute this rank's layers, send to the next rank.
@@ -163,7 +163,7 @@ class ColumnLinear(nn.Module):
         y = _operation(x, _identity, _sum, self.group) @ self.weight.T
         if self.bias is not None:
             y = y + self.bias
-        return _operation(y, _concatenate, _take_own, self.group)
+        return _operation(y, _concatenate, _own_columns, self.group)
 
 
 class RowLinear(nn.Module):
@@ -177,13 +177,13 @@ class RowLinear(nn.Module):
         self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        own = _operation(x, _take_own, _concatenate, self.group)
-        y = _operation(own @ self.weight.T, _sum, _identity, self.group)
+        own_part = _operation(x, _own_columns, _concatenate, self.group)
+        y = _operation(own_part @ self.weight.T, _sum, _identity, self.group)
         return y if self.bias is None else y + self.bias
 
 
 def own_slice(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
-    """A copy of this rank's part of a tensor, which is split evenly along `dim`."""
+    """Return a copy of this rank's part of a tensor, which is split evenly along `dim`."""
     ranks = dist.get_world_size(group)
     if tensor.size(dim) % ranks:
         raise ValueError(
@@ -199,12 +199,14 @@ class _Operation(Function):
     forward             backward
     identity            sum           each rank has one term of the gradient of x
     sum                 identity      the gradient of a sum is the gradient of each term
-    concatenate         take own      every rank has the whole gradient, and takes its own columns
-    take own            concatenate
+    concatenate         slice         every rank has the whole gradient and keeps its own columns
+    slice               concatenate
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: _OnRanks, backward: _OnRanks, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, forward: _Collective, backward: _Collective, group: Group
+    ) -> Tensor:
         ctx.operation, ctx.group = backward, group
         return forward(x, group)
 
@@ -214,7 +216,7 @@ class _Operation(Function):
         return ctx.operation(gradient, ctx.group), None, None, None
 
 
-def _operation(x: Tensor, forward: _OnRanks, backward: _OnRanks, group: Group) -> Tensor:
+def _operation(x: Tensor, forward: _Collective, backward: _Collective, group: Group) -> Tensor:
     y: Tensor = _Operation.apply(x, forward, backward, group)  # type: ignore[no-untyped-call]
     return y
 
@@ -229,11 +231,11 @@ def _sum(tensor: Tensor, group: Group) -> Tensor:
     return total
 
 
-def _take_own(tensor: Tensor, group: Group) -> Tensor:
+def _own_columns(tensor: Tensor, group: Group) -> Tensor:
     return own_slice(tensor, -1, group)
 
 
 def _concatenate(tensor: Tensor, group: Group) -> Tensor:
-    """The tensors of all ranks, concatenated along the last dim."""
+    """Return the tensors of all ranks, concatenated along the last dim."""
     parts = all_gather(tensor.detach().contiguous(), group=group)
     return torch.cat(parts.view(-1, *tensor.shape).unbind(), dim=-1)

@@ -85,13 +85,13 @@ def check_sequence(example: torch.Tensor, tp: int) -> None:
     length = example.shape[SEQUENCE] if example.dim() > SEQUENCE else 0
     if length % tp:
         raise UsageError(
-            f"layout tp{tp} does not divide sequences of {length} tokens: {length} / {tp} = "
-            f"{length / tp:.4g}: use --seq-len {-(-length // tp) * tp} or --no-sequence-parallel"
+            f"layout tp{tp} does not divide sequences of {length} tokens ({length} / {tp} = "
+            f"{length / tp:.4g}): use --seq-len {-(-length // tp) * tp} or --no-sequence-parallel"
         )
 
 
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
-    """Context for forward and backward of a loss on logits that may be split by vocabulary."""
+    """Return the context of a loss on logits that may be split along the vocabulary."""
     return loss_parallel() if split_logits else nullcontext()
 
 
@@ -102,7 +102,8 @@ def overlap_matrix_products(mesh: Mesh, options: ParallelOptions, compiled: bool
     """
     if mesh.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
         raise UsageError(
-            "--async-tp needs CUDA, --compile and --sequence-parallel: add them or leave it out"
+            "--async-tp needs CUDA, --compile and --sequence-parallel: add them, or leave out "
+            "--async-tp"
         )
     from torch._inductor import config  # torch 2.11 to 2.15 have no public name for this option
     from torch.distributed import _symmetric_memory as symmetric
@@ -180,7 +181,7 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several names, such as a tied embedding and head."""
+    """Return the names of each parameter with several names, such as a tied embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -196,7 +197,7 @@ def _restore_ties(model: nn.Module, ties: list[list[str]]) -> None:
             if getattr(split, "placements", ()) != getattr(kept, "placements", ()):
                 raise UsageError(
                     f"sharding rules: {first} and {name} are one parameter, but are split "
-                    'differently: give them roles that agree, as "vocabulary" and "head" do'
+                    'differently. Give them roles that agree, as "vocabulary" and "head" do'
                 )
             path, _, key = name.rpartition(".")
             setattr(model.get_submodule(path), key, kept)

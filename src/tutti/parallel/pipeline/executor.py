@@ -148,7 +148,7 @@ class Pipeline(Engine):
         self.tied.sum_gradients(self.model)
 
     def empty_microbatch(self, *inputs: Any, last: bool) -> None:
-        raise UsageError("a pipeline pads microbatches itself: give run() empty ones")
+        raise UsageError("a pipeline pads microbatches itself: pass empty microbatches to run()")
 
     def _build_schedule(self, inputs: Tensor) -> Schedule:
         """Create torch's stages and schedule.
@@ -176,7 +176,7 @@ class Pipeline(Engine):
         )
 
     def _padded(self, microbatches: Sequence[Microbatch], example: Tensor | None) -> Microbatch:
-        """All microbatches in one tensor, as torch's schedules require, padded to a fixed size."""
+        """Return (inputs, targets) of all microbatches, padded to a fixed size and concatenated."""
         missing = self.microbatches - len(microbatches)
         if missing < 0:
             raise UsageError(
@@ -219,11 +219,11 @@ class Pipeline(Engine):
         here, last = self.mesh.rank("pp"), len(self.rank_of_stage) - 1
         x = inputs
         for stage, module in self.stages.items():
-            # In a V-schedule, the last rank holds two consecutive stages: nothing is received.
+            # In a V-schedule, the last rank holds two consecutive stages and receives nothing.
             if stage and self.rank_of_stage[stage - 1] != here:
                 x = self._receive(self.rank_of_stage[stage - 1])
             output = module(x)
-            assert isinstance(output, Tensor), "a stage returns one tensor"
+            assert isinstance(output, Tensor), "a stage must return one tensor"
             if shapes is not None:
                 shapes[stage] = _like_on_meta(x), _like_on_meta(output)
             x = output

@@ -55,7 +55,7 @@ class Action:
 def action_orders(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[list[Action]]:
-    """Every rank's actions, in the order in which it runs them."""
+    """Return the actions of every rank, in the order in which the rank runs them."""
     check_microbatches(name, ranks, microbatches)
     if name == "gpipe":  # all forwards come before the first backward
         return [_loop_order(rank, microbatches, microbatches) for rank in range(ranks)]
@@ -65,7 +65,7 @@ def action_orders(
 
 
 def _loop_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
-    """The actions of a stage that runs `ahead` forwards before its first backward."""
+    """Return the actions of a stage that runs `ahead` forwards before its first backward."""
     actions = [Action("F", stage, number) for number in range(min(ahead, microbatches))]
     for number in range(microbatches):
         actions.append(Action("B", stage, number))
@@ -108,11 +108,11 @@ class Span:
 
 
 Timeline = list[list[Span]]
-"""The spans of every rank, in order; time starts at 0."""
+"""The spans of every rank, in order. Time starts at 0."""
 
 
 def simulate(orders: Sequence[Sequence[Action]]) -> Timeline:
-    """The timeline of all ranks if each action takes the time in `COSTS`."""
+    """Return the timeline of all ranks if each action takes the time in `COSTS`."""
     last = max(action.stage for actions in orders for action in actions)
     done: dict[Action, float] = {}
     timeline: Timeline = [[] for _ in orders]
@@ -133,7 +133,7 @@ def simulate(orders: Sequence[Sequence[Action]]) -> Timeline:
 
 
 def _needs(action: Action, last: int, done: dict[Action, float]) -> list[Action]:
-    """The actions whose results an action needs."""
+    """Return the actions whose results an action needs."""
     stage, number = action.stage, action.microbatch
     if action.kind == "F":
         return [Action("F", stage - 1, number)] if stage else []
@@ -148,30 +148,30 @@ def _needs(action: Action, last: int, done: dict[Action, float]) -> list[Action]
 
 
 def bubble(timeline: Timeline) -> float:
-    """The fraction of time in which ranks are idle, between 0 and the end of the last action."""
+    """Return the fraction of time in which ranks are idle, until the last action ends."""
     busy = sum(span.end - span.start for spans in timeline for span in spans)
     return 1 - busy / (length(timeline) * len(timeline))
 
 
 def length(timeline: Timeline) -> float:
-    """The time from 0 to the end of the last action."""
+    """Return the time from 0 to the end of the last action."""
     return max(span.end for spans in timeline for span in spans)
 
 
 def bubble_formula(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> float | None:
-    """The bubble computed with a formula; None if no formula applies to the schedule."""
-    waits, works = ranks - 1, stages_per_rank * microbatches
+    """Return the bubble by its formula, or None if no formula applies to the schedule."""
+    idle, busy = ranks - 1, stages_per_rank * microbatches
     applies = {"interleaved": microbatches % ranks == 0, "zero-bubble": microbatches % ranks == 0}
     applies["zbv"] = microbatches >= 2 * ranks - 1
     if not applies.get(name, True):
         return None
-    return waits / ((3 if name in ("zero-bubble", "zbv") else 1) * works + waits)
+    return idle / ((3 if name in ("zero-bubble", "zbv") else 1) * busy + idle)
 
 
 def draw(timeline: Timeline, unit: float = 1.0, width: int = 80) -> list[str]:
-    """The timeline as text, with one line for each rank.
+    """Return the timeline as text, with one line for each rank.
 
     An action has a label such as F3 for the forward of microbatch 3, or 5F3 on stage 5 if ranks
     have several stages. A timeline wider than `width` continues in further lines below. `unit` is
@@ -208,7 +208,7 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
     torch's stages have a method for each kind of action. Inside the context, these methods also
     measure time. On a GPU, each call waits for the device, so that the time includes all kernels.
     """
-    assert engine.schedule is not None, "run a step first: it builds the stages"
+    assert engine.schedule is not None, "run a step first, because it builds the stages"
     spans: list[Span] = []
     device = engine.world.device
     kinds = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
@@ -236,7 +236,7 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
 
 
 def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeline:
-    """The timeline of the fastest of several steps, in seconds, on a model of equal stages."""
+    """Return the timeline of the fastest of several steps, for a model of equal stages."""
     torch.manual_seed(0)
     stages = [
         nn.Sequential(*[nn.Linear(_DIM, _DIM) for _ in range(_LAYERS)])
@@ -269,7 +269,7 @@ def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeli
 
 
 def gather_timeline(spans: list[Span]) -> Timeline:
-    """The spans of every rank, with times relative to the start of the first action.
+    """Return the spans of every rank, with times relative to the start of the first action.
 
     All ranks must be on one host, so that their clocks are the same.
     """

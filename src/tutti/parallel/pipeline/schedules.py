@@ -2,7 +2,7 @@
 
 gpipe        all forwards, then all backwards: keeps the activations of all microbatches
 1f1b         each backward as early as possible: stage s of S keeps at most S - s microbatches
-interleaved  1f1b with several stages per rank, which divides the bubble by their number
+interleaved  1f1b with v stages per rank; the bubble is v times shorter
 zero-bubble  interleaved, with weight gradients computed later, in the bubbles
 zbv          zero-bubble with two stages per rank, in V shape: rank 0 has the first and last stage
 """
@@ -51,7 +51,7 @@ def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute
 
 
 class Stage(pipelining.PipelineStage):
-    """torch's stage; each forward and backward of microbatch `number` runs in `context(number)`."""
+    """torch's stage, but forward and backward of a microbatch run in `context(number)`."""
 
     def __init__(self, *arguments: Any, context: StageContext, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -76,21 +76,21 @@ class Stage(pipelining.PipelineStage):
 
 
 def stages_of(name: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """The stages that a rank of the pipeline holds, in ascending order."""
+    """Return the stages that a rank of the pipeline holds, in ascending order."""
     if name == "zbv":
         return [rank, 2 * ranks - 1 - rank]  # one stage on each arm of the V
     return [rank + loop * ranks for loop in range(per_rank)]
 
 
 def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
-    """The rank of the pipeline that holds a stage."""
+    """Return the rank of the pipeline that holds a stage."""
     if name == "zbv" and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks
 
 
 def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
-    """Raise UsageError, which suggests a number, if the schedule cannot run the microbatches."""
+    """Raise UsageError if the schedule cannot run this number. The message suggests another."""
 
     def divides(count: int) -> bool:
         rounds = max(1, count // ranks)
@@ -101,15 +101,14 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
     cure = f"use --accumulation {valid}"
     if microbatches < ranks:
         raise UsageError(
-            f"--accumulation {microbatches} gives pp{ranks} {microbatches} "
-            f"microbatch{'es' * (microbatches != 1)}, fewer than its {ranks} ranks, some of which "
-            f"would always be idle: {cure}"
+            f"--accumulation {microbatches} is too small for pp{ranks}, because with fewer "
+            f"microbatches than pipeline ranks some ranks would always be idle: {cure}"
         )
     if not divides(microbatches):
         rounds = microbatches // ranks
         raise UsageError(
-            f"--pipeline-schedule {name} runs {microbatches} // {ranks} = {rounds} rounds with the "
-            f"same number of microbatches, and --accumulation {microbatches} is not divisible by "
+            f"--pipeline-schedule {name} divides the microbatches into {microbatches} // {ranks} = "
+            f"{rounds} rounds of equal size, but --accumulation {microbatches} is not divisible by "
             f"{rounds}: {cure}"
         )
 
@@ -117,7 +116,7 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
 def build_schedule(
     name: ScheduleName, stages: Sequence[Stage], microbatches: int, loss_fn: LossFunction
 ) -> Schedule:
-    """torch's schedule for this rank's stages.
+    """Return torch's schedule for this rank's stages.
 
     Gradients are not scaled, because the losses of microbatches add up to the loss of the step.
     """

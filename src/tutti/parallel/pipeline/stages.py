@@ -36,7 +36,7 @@ from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 
-_BACKWARD_FLOPS = 2  # times the FLOPs of forward: gradients of the input and of the weights
+_BACKWARD_FLOPS = 2  # FLOPs of backward (gradients of inputs and weights) / FLOPs of forward
 _REPEATS = 5
 
 
@@ -82,7 +82,7 @@ def plan_stages(
     weights: Weights | None = None,
     device: torch.device | None = None,
 ) -> list[list[str]]:
-    """The layer names of every stage, balanced by `options.balance`."""
+    """Return the layer names of every stage, balanced by `options.balance`."""
     units = layer_units(model)
     check_stages(len(units), pp, options.virtual_stages)
     stages = pp * options.virtual_stages
@@ -96,7 +96,7 @@ def plan_stages(
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """The names of a model's layers, in the order in which forward runs them."""
+    """Return the names of a model's layers, in the order in which forward runs them."""
     if _is_sequential(model):
         return list(model._modules)
     if not getattr(model, "cuttable", False):
@@ -107,8 +107,8 @@ def layer_names(model: nn.Module) -> list[str]:
         )
     for name, _ in model.named_parameters(recurse=False):
         raise UsageError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: its parameter {name} "
-            "belongs to no layer: put the parameter into a child module"
+            f"{type(model).__name__} cannot be cut into pipeline stages, because its parameter "
+            f"{name} belongs to no layer: put the parameter into a child module"
         )
     names = []
     for name, child in model.named_children():
@@ -120,7 +120,7 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def layer_units(model: nn.Module) -> list[list[str]]:
-    """Groups of consecutive layers that are not separated, so that every stage has parameters."""
+    """Return groups of consecutive layers. Each group has parameters and stays in one stage."""
     units: list[list[str]] = [[]]
     complete = False  # whether the last unit has parameters
     for name in layer_names(model):
@@ -145,7 +145,7 @@ def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A second module with some of the model's layers; both modules share these layers."""
+    """Return a second module with some of the model's layers; both modules share these layers."""
     view = _shallow_copy(model)
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict):
@@ -154,7 +154,7 @@ def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same children and parameters, in new dicts, and with its own hooks."""
+    """Return a copy with the same children and parameters, but with its own dicts and hooks."""
     result = copy.copy(module)
     for key, value in vars(result).items():
         if isinstance(value, dict | set):
@@ -190,10 +190,10 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 def _best_cut(
     sums: Sequence[float], stages: int, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The value and the part ends of the best cut, by dynamic programming over layers and stages.
+    """Return (value, ends) of the best cut, by dynamic programming over layers and stages.
 
     Layers `start` to `end` cost sums[end] - sums[start]. `join` combines the value of a cut with
-    the cost of one more part.
+    the cost of one more part. `ends` contains the end of each part.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # for each number of layers
     for stage in range(1, stages + 1):
@@ -217,7 +217,7 @@ def cut_evenly(count: int, stages: int) -> list[range]:
 
 
 def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
-    """Raise UsageError, which suggests layouts, if there are more stages than layers."""
+    """Raise UsageError if there are more stages than layers. The message suggests layouts."""
     stages = ranks * stages_per_rank
     if stages <= layers:
         return
@@ -230,12 +230,12 @@ def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
         if layers >= 2:
             cures.append(f"pp{min(ranks, layers)} with --pipeline-schedule 1f1b")
     cures.append("a model with more layers")
-    raise UsageError(f"layout {needs}, the model has {layers}: use {' or '.join(cures)}")
+    raise UsageError(f"layout {needs}, but the model has {layers}: use {' or '.join(cures)}")
 
 
 @torch.no_grad()
 def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> list[float]:
-    """FLOPs of forward and backward of each unit of layers, on inputs like the example.
+    """Return the FLOPs of forward and backward of each unit of layers, on inputs like the example.
 
     Only matrix products are counted, on the meta device. Operations that are limited by memory
     bandwidth (norms, activation functions, the look-up of an embedding) count as 0.
@@ -245,24 +245,24 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> 
         if isinstance(norm, _NormBase):
             norm.eval()  # in training, one sample may be too few, and a collective may run
     x = example.to("meta")
-    known: dict[object, tuple[float, Tensor]] = {}
+    counted: dict[object, tuple[float, Tensor]] = {}
     costs = []
     for names in units:
         # The blocks of a transformer are equal, so the FLOPs of only one block are counted.
         modules = [meta_model.get_submodule(name) for name in names]
         shapes = [[parameter.shape for parameter in module.parameters()] for module in modules]
         kind = (repr(modules), repr(shapes), x.shape, x.dtype)
-        if kind not in known:
+        if kind not in counted:
             try:
                 with FlopCounterMode(display=False) as counter:
                     output = layer_view(meta_model, names)(x)
             except (RuntimeError, NotImplementedError) as error:
                 raise UsageError(
-                    f"--balance counted: cannot count the FLOPs of {names[0]} without running it "
+                    f"--balance counted cannot count the FLOPs of {names[0]} without running it "
                     f"({error}): use --balance measured or --balance even"
                 ) from error
-            known[kind] = float((1 + _BACKWARD_FLOPS) * counter.get_total_flops()), output
-        cost, x = known[kind]
+            counted[kind] = float((1 + _BACKWARD_FLOPS) * counter.get_total_flops()), output
+        cost, x = counted[kind]
         costs.append(cost)
     return costs
 
@@ -274,7 +274,7 @@ def measured_seconds(
     weights: Weights | None = None,
     device: torch.device | None = None,
 ) -> list[float]:
-    """Seconds of forward and backward of each unit of layers.
+    """Return the seconds of forward and backward of each unit of layers.
 
     Memory is allocated for one unit at a time. All ranks use the times of rank 0, because all ranks
     must cut at the same places.
@@ -303,7 +303,7 @@ def measured_seconds(
 
 
 def _on_meta(model: nn.Module, buffers: bool = True) -> nn.Module:
-    """A copy of the model with its parameters (and buffers) on the meta device."""
+    """Return a copy of the model with its parameters (and buffers) on the meta device."""
     memo: dict[int, object] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -311,13 +311,13 @@ def _on_meta(model: nn.Module, buffers: bool = True) -> nn.Module:
         memo[id(buffer)] = buffer.to("meta") if buffers else buffer.clone()
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, dist.ProcessGroup):  # of a JointBatchNorm; deepcopy would fail
+            if isinstance(value, dist.ProcessGroup):  # deepcopy would fail
                 memo[id(value)] = value
     return copy.deepcopy(model, memo)
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, after the device has finished its queued work."""
+    """Return the time in seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -334,14 +334,14 @@ class Padding:
     def __init__(self, model: nn.Module, size: int) -> None:
         """`size` is the number of samples in every microbatch, including padded samples."""
         self.size = size
-        self._real: list[int | None] = []  # real samples on this rank; None: none on any rank
+        self._real: list[int | None] = []  # samples on this rank; None: no samples on any rank
         self._current: int | None = size  # the entry of `_real` for the current microbatch
         for name, norm in model.named_modules():
             if isinstance(norm, _NormBase):
                 norm.forward = partial(self._forward, norm, name, norm.forward)
 
     def begin_step(self, real: Sequence[int], microbatches: int) -> None:
-        """Set the real samples of this rank in each microbatch; others are empty on all ranks."""
+        """Set the number of real samples in each microbatch. Others are empty on all ranks."""
         self._real = [*real, *[None] * (microbatches - len(real))]
 
     @contextmanager
@@ -361,8 +361,8 @@ class Padding:
             if rest:
                 raise UsageError(
                     f"layer {name} gets {len(input)} rows for {self.size} samples, of which "
-                    f"{self._current} are real: the number of rows must be a multiple of the "
-                    "number of samples, or use --drop-last"
+                    f"{self._current} are real. The number of rows must be a multiple of the "
+                    "number of samples; otherwise use --drop-last"
                 )
             y: Tensor = forward(input[: self._current * rows_per_sample])
             return torch.cat([y, y.new_zeros(len(input) - len(y), *y.shape[1:])])

@@ -24,7 +24,7 @@ Tie = dict[int, list[str]]
 
 
 def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
-    """The parameters that several stages use. `stages` contains the layer names of every stage."""
+    """Return the parameters that several stages use. `stages` has the layer names of each stage."""
     users: dict[int, Tie] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
     for stage, layers in enumerate(stages):
@@ -81,9 +81,9 @@ class TiedWeights:
         for names, ranks in self._copies:
             copies = [model.get_parameter(name) for name in names]
             if not copies[0].requires_grad:
-                continue  # frozen, on all ranks
+                continue  # the parameter is frozen on all ranks
             for copy in copies:
-                if copy.grad is None:  # not used in this step, but other ranks expect a tensor
+                if copy.grad is None:  # it is unused in this step, but other ranks expect a tensor
                     copy.grad = torch.zeros_like(copy)
             parts = [local_shard(copy.grad) for copy in copies if copy.grad is not None]
             # Every rank adds in the same order, so that all copies stay equal bit for bit.
@@ -92,7 +92,7 @@ class TiedWeights:
                 part.copy_(total)
 
     def _exchange(self, local: Tensor, ranks: list[int]) -> list[Tensor]:
-        """Exchange tensors between the pipeline ranks in `ranks`; returns them in this order."""
+        """Exchange tensors between the pipeline ranks in `ranks`. Return them in this order."""
         group, here = self._mesh.group("pp"), self._mesh.rank("pp")
         local = local.contiguous()
         tensors = [local if rank == here else torch.empty_like(local) for rank in ranks]
