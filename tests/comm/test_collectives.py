@@ -227,7 +227,7 @@ def _handles(world: World) -> None:
     with pytest.raises(UsageError, match="is for CUDA tensors"):
         handle.event()
     # Only a wait copies into a column: a dropped handle warns.
-    with pytest.warns(ResourceWarning, match="was dropped: call wait"):
+    with pytest.warns(ResourceWarning, match="was dropped. Call wait"):
         handle = comm.all_reduce(torch.ones(2, 2)[:, 0], wait=False)
         handle.work.wait()
         del handle

@@ -182,8 +182,8 @@ def _explained(world: World) -> dict[str, str]:
     groups["hosts"] = dist.new_group(backend="shm", pg_options=apart, group_desc="hosts")
     for words, arguments in {
         "op='allreduce' is not an operation: did you mean all_reduce": ("allreduce", 8),
-        "bytes=-1 must be at least 0": ("all_reduce", -1),
-        "device='cuda': group default supports only cpu": ("all_reduce", 8, "cuda"),
+        "bytes must be at least 0, got -1": ("all_reduce", -1),
+        "device must be cpu for group default, got 'cuda'": ("all_reduce", 8, "cuda"),
     }.items():
         with pytest.raises(UsageError, match=words):
             comm.explain(*arguments[:2], device=arguments[2] if arguments[2:] else None)

@@ -30,7 +30,7 @@ class CalledBack:
             except Exception as error:
                 self._said.set_exception(error)
 
-        self._keeps = operation, native.Done(call)
+        self._keeps = operation, native.DoneCallback(call)
         done = ctypes.cast(self._keeps[1], ctypes.c_void_p)
         self.handle = core().tutti_submit(g.handle, ctypes.byref(operation), 20, done, None)
 

@@ -97,7 +97,7 @@ def test_a_broken_or_missing_compiler_gives_gloo_and_one_line(
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     (line,) = [line for line in error.splitlines() if "gloo" in line]
-    assert line.startswith("tutti: using gloo instead of shm") and reason in line
+    assert line.startswith("tutti: gloo is used instead of shm") and reason in line
 
 
 def test_a_cache_that_others_can_write_to_is_refused(env: dict[str, str], tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; returns the exit code: 0 done, 1 a check failed, 2 wrong usage."""
+    """Run one command line and return the exit code: 0 done, 1 a check failed, 2 wrong usage."""
     name, *rest = arguments or [""]
     if name in ("", "-h", "--help", "help"):
         rows = "\n".join(f"  {name:<8} {about}" for name, (_, about) in COMMANDS.items())

@@ -224,7 +224,7 @@ def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | No
 
 
 def _all_reduce_error(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> str:
-    """Run an all_reduce with gloo as a job would; returns "" if the result is exact."""
+    """Run an all_reduce with gloo as a job would and return "" if the result is exact."""
     import torch
     import torch.distributed as dist
 

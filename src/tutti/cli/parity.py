@@ -198,7 +198,7 @@ class ShowSchedule(WorldFlags):
 
 
 def show_schedule(arguments: list[str]) -> int:
-    """Run tutti parity --show-schedule; returns the exit code."""
+    """Run tutti parity --show-schedule and return the exit code."""
     flags = parse(ShowSchedule, "tutti parity --show-schedule", arguments)
     check_at_least(2, flags, "pp")
     check_writable("--json", flags.json)

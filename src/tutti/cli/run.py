@@ -48,7 +48,7 @@ class Run:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code of the first rank that failed."""
+    """Run the command and return the exit code of the first rank that failed."""
     flags, command = split_at_command(Run, arguments)
     options = parse(Run, "tutti run", flags)
     return LocalWorld(python_command(command), **vars(options)).run()

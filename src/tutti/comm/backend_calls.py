@@ -32,12 +32,14 @@ _ON_BOOL = {
 # byte; the lowest bit of a sum is the xor.
 _ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
 
-# The dtypes and reductions that need no conversion: the common case, found with one lookup.
-PLAIN = frozenset((dtype, op) for dtype in _SUPPORTED for op in ("sum", "product", "min", "max"))
+# The pairs of dtype and reduction that need no conversion, so that the common case is one lookup.
+NEEDS_NO_CONVERSION = frozenset(
+    (dtype, op) for dtype in _SUPPORTED for op in ("sum", "product", "min", "max")
+)
 
 
-def send_form(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a form that every backend moves: flat, and as bytes if the dtype needs it.
+def to_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as every backend can send it: flat, and as bytes if necessary.
 
     For a contiguous tensor the result shares its memory and can also be used as a receive buffer,
     unless the tensor is a lazy conjugate or negative view.
@@ -46,9 +48,12 @@ def send_form(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in _SUPPORTED else flat.view(torch.uint8)
 
 
-def receive_form(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-    """A receive buffer for `out`, and a function that copies it to `out` (None if not needed)."""
-    target = send_form(out)
+def wire_buffer(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
+    """Return (buffer, finish): a receive buffer for `out`, and a function that copies it to `out`.
+
+    `finish` is None if the buffer is the memory of `out`.
+    """
+    target = to_wire(out)
     if target.data_ptr() == out.data_ptr():
         return target, None
 
@@ -59,8 +64,8 @@ def receive_form(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
     return target, finish
 
 
-class ReduceForm:
-    """How tensors of one dtype are reduced by one operation on one backend."""
+class WireReduction:
+    """Converts tensors of one dtype to a form that one backend can reduce, and converts it back."""
 
     def __init__(self, dtype: torch.dtype, op: str, backend: str) -> None:
         _check_reduction(dtype, op)
@@ -78,7 +83,7 @@ class ReduceForm:
             self.reduction = _ON_BOOL[op] if dtype == torch.bool else op
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the form that is reduced: its own memory if possible, else a copy."""
+        """Return the tensor in wire form, in its own memory if possible, otherwise as a copy."""
         values = _resolved(tensor)
         if self.by_bits:
             integers = values.to(torch.uint8) if self.dtype == torch.bool else values
@@ -90,7 +95,7 @@ class ReduceForm:
         return values.to(torch.int32) if self.widens else values.contiguous()
 
     def finish(self, wire: torch.Tensor, result: torch.Tensor, ranks: int) -> Finish | None:
-        """A function that converts the reduced wire form into the result; None if not needed."""
+        """Return a function that converts the reduced wire form to the result, or None."""
         must_copy = wire.data_ptr() != result.data_ptr()
         if not must_copy and not self.divides:
             return None
@@ -121,32 +126,32 @@ def _check_reduction(dtype: torch.dtype, op: str) -> None:
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r} is not a reduction: {did_you_mean(op, REDUCTIONS)}")
     if op in _ON_BITS and has_fractions:
-        raise UsageError(f"op={op!r} is not defined for {name}: view the tensor as integers")
+        raise UsageError(f"op={op!r} is not defined for {name}. View the tensor as integers.")
     if op == "mean" and not has_fractions:
-        raise UsageError(f"op='mean' of {name} would truncate: use sum, or cast to float32")
+        raise UsageError(f"op='mean' of {name} would truncate. Use sum, or cast to float32.")
     if dtype.is_complex and op not in ("sum", "mean"):
-        raise UsageError(f"op={op!r} is not defined for {name}: use sum or mean")
+        raise UsageError(f"op={op!r} is not defined for {name}. Use sum or mean.")
     if not dtype.is_complex and dtype not in {*_SUPPORTED, torch.bool, torch.int16}:
-        raise UsageError(f"{name} cannot be reduced: cast the tensor to float32 first")
+        raise UsageError(f"{name} cannot be reduced. Cast the tensor to float32 first.")
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return `out` if its shape, dtype and device fit the result; raise UsageError otherwise."""
+    """Return `out` if its shape, dtype and device fit the result. Raise UsageError otherwise."""
     if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype or out.device != like.device:
         raise UsageError(
-            f"out has shape {list(out.shape)}, {dtype_name(out.dtype)} on {out.device}, but must "
-            f"have {list(shape)}, {dtype_name(like.dtype)} on {like.device}"
+            f"out has shape {list(out.shape)} and dtype {dtype_name(out.dtype)} on {out.device}, "
+            f"but must have shape {list(shape)} and dtype {dtype_name(like.dtype)} on {like.device}"
         )
     return out
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as float32."""
+    """Return the name of a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without lazy conjugation or negation, which backends do not support."""
+    """Return the tensor without lazy conjugation or negation, which backends do not support."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -161,7 +166,7 @@ _options_cache: dict[tuple[str, bool, str, int], Any] = {}
 
 
 def issue(call: "Operation", asynchronous: bool) -> Any:
-    """Pass the operation to torch; returns its Work, or None if the operation is complete.
+    """Pass the operation to torch and return its Work, or None if the operation is complete.
 
     Only this function calls torch's process groups, through their methods. The functions of
     torch.distributed take ranks of the world, not of the group, and cost several microseconds.

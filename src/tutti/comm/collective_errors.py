@@ -1,4 +1,4 @@
-"""Errors of collectives that name the late ranks and their source lines; and debug mode.
+"""Errors of collectives, which name the late ranks and their source lines, and debug mode.
 
 A backend's own error names neither the operation nor the line that called the operation, and on
 gloo not even the rank that is missing. `collective_error` reads these from the ledgers of the ranks
@@ -32,7 +32,7 @@ _NAMES_RANKS = re.compile(r"waiting for rank \d")
 def collective_error(
     call: Operation, seconds: float, error: Exception
 ) -> operation.CollectiveError:
-    """The error to raise for a backend's error, `seconds` after the operation began."""
+    """Return the error to raise for a backend's error, `seconds` after the operation began."""
     message = str(error).strip()
     name = f"{call} at {call.where}"
     if isinstance(error, RanksDiffer) or _DIFFERENCE.search(message):
@@ -48,7 +48,7 @@ def collective_error(
 
 
 def _other_ranks(call: Operation) -> str:
-    """Describe what the other ranks of an operation are doing; missing ranks come first."""
+    """Return a description of what the other ranks do. Missing ranks come first."""
     comm_group = call.comm_group
     peers = [rank for rank in range(comm_group.size) if rank != comm_group.rank]
     if call.is_message and call.root >= 0:
@@ -69,12 +69,12 @@ def _other_ranks(call: Operation) -> str:
 
 
 def _missing(call: Operation, rank: int) -> str | None:
-    """Why a rank is missing from the operation; None if the rank has arrived."""
+    """Return why a rank is missing from the operation, or None if the rank has arrived."""
     comm_group = call.comm_group
     process = _process_of(comm_group, rank)
     if isinstance(process, str):
         return process
-    if call.is_message:  # each rank counts only its own messages: the counts cannot be compared
+    if call.is_message:  # the counts cannot be compared, because a rank counts only its messages
         return f"has not called the matching send or recv ({_state(process, comm_group)})"
     in_group = [record for record in process.records if record.group_name == comm_group.name]
     collectives = [record for record in in_group if record.operation not in ("send", "recv")]
@@ -82,12 +82,12 @@ def _missing(call: Operation, rank: int) -> str | None:
         return f"has not arrived ({_state(process, comm_group)})"
     for other in collectives:
         if other.sequence == call.sequence and other.operation != call.kind:
-            return f"called {other} at {other.where} instead: comm.debug(True) finds the difference"
+            return f"called {other} at {other.where} instead (comm.debug(True) shows differences)"
     return None
 
 
 def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
-    """The ledger of a rank of the group, or the reason why there is none."""
+    """Return the ledger of a rank of the group, or the reason why there is none."""
     key = f"tutti/ledger/{comm_group.ranks[rank]}"
     try:
         store = c10d._get_default_store()
@@ -95,9 +95,9 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
             return "has not called tutti.comm yet, so its state is unknown"
         address = json.loads(store.get(key))
     except (RuntimeError, ValueError) as error:
-        return f"cannot be looked up: the store of rank 0 has ended ({error})"
+        return f"cannot be looked up, because the store of rank 0 has ended ({error})"
     if not ledger.is_on_this_machine(address):
-        return f"is on host {address['host']}: run `tutti world --ledger` on that host"
+        return f"is on host {address['host']} (run `tutti world --ledger` on that host)"
     if not Path(f"/proc/{address['pid']}").exists():
         return f"has ended (pid {address['pid']} on {socket.gethostname()})"
     process = ledger.read_process(address["pid"])
@@ -105,7 +105,7 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
 
 
 def _state(process: ProcessLedger, comm_group: CommGroup) -> str:
-    """The last operation of a process in a group, and the location of its main thread.
+    """Return the last operation of a process in a group, and the location of its main thread.
 
     `pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`
     """
@@ -126,7 +126,7 @@ _compare_timeout = 60.0
 
 
 def debug(on: bool = True, *, timeout: float = 60.0) -> None:
-    """From now on, compare every collective between ranks before it is sent; call on every rank.
+    """From now on, compare every collective between ranks before sending it. Call on every rank.
 
     If ranks differ in the shape, the dtype or the operation, a call hangs, aborts or gives wrong
     numbers, depending on the backend. In debug mode a difference raises RanksDiffer. The ranks
@@ -207,9 +207,9 @@ def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) 
             for call, ranks in ranks_of.items()
         ]
         raise RanksDiffer(
-            f"ranks of group {comm_group.label} call different collectives: {'; '.join(listed)}: "
-            "every rank must make the same calls in the same order: check the conditions before "
-            "these lines"
+            f"ranks of group {comm_group.label} call different collectives: {'; '.join(listed)}. "
+            "Every rank must make the same calls in the same order. Check the conditions before "
+            "these lines."
         )
     for source, sent in enumerate(calls):
         for target, received in enumerate(calls):
@@ -219,13 +219,13 @@ def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) 
             if count != expected:
                 raise RanksDiffer(
                     f"all_to_all of group {comm_group.label}: rank {source} sends {count} elements "
-                    f"to rank {target} (in_splits at {sent['where']}), which expects {expected} "
+                    f"to rank {target} (in_splits at {sent['where']}), but it expects {expected} "
                     f"(out_splits at {received['where']})"
                 )
 
 
 def _shown(call: dict[str, Any]) -> str:
-    """A call as text, such as `all_reduce of [256] float32, sum`."""
+    """Return a call as text, such as `all_reduce of [256] float32, sum`."""
     if call["shape"] is None:
         return str(call["operation"])
     shape = str(call["shape"]).replace("-1", "any")

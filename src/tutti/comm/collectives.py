@@ -1,9 +1,9 @@
 """The collectives: the same calls and the same results on gloo, shm and NCCL.
 
 Ranks (`root`, `to`, `source`) are ranks in the group, not in the world. All ranks of the group make
-every call except send and recv, in the same order. A call returns its result, or with `wait=False`
-a Handle at once. Tensors may be non-contiguous and of any dtype that torch has; reductions are sum,
-mean, product, min, max, band, bor and bxor.
+every call except send and recv, in the same order. A call returns its result. With `wait=False`, it
+returns a Handle immediately. Tensors may be non-contiguous and of any dtype that torch has. The
+reductions are sum, mean, product, min, max, band, bor and bxor.
 """
 
 import math
@@ -14,27 +14,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.backend_calls import PLAIN, ReduceForm, check_out, receive_form, send_form
+from tutti.comm.backend_calls import (
+    NEEDS_NO_CONVERSION,
+    WireReduction,
+    check_out,
+    to_wire,
+    wire_buffer,
+)
 from tutti.comm.operation import CommGroup, Operation, comm_group_of, current_block, perform
 from tutti.world.errors import UsageError
 
-Group = dist.ProcessGroup | None  # None: all ranks
+Group = dist.ProcessGroup | None  # None means all ranks
 Out = Tensor | None
 Tensors = Sequence[Tensor]
-Result = Any  # the tensor, or with wait=False its Handle
+Result = Any  # the result tensor, or a Handle if wait=False
 
 
 def all_reduce(
     tensor: Tensor, op: str = "sum", *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
-    """Reduce over all ranks; every rank gets the result, in place or in `out`."""
+    """Reduce over all ranks. Every rank gets the result, in place or in `out`."""
     comm_group = comm_group_of(group)
     result = tensor if out is None else _copy_to_out(tensor, out)
     finish = None
-    if (result.dtype, op) in PLAIN and result.is_contiguous() and not result.is_neg():
+    if (result.dtype, op) in NEEDS_NO_CONVERSION and result.is_contiguous() and not result.is_neg():
         wire, reduction = result, op
     else:
-        form = ReduceForm(result.dtype, op, comm_group.backend(result.device.type))
+        form = WireReduction(result.dtype, op, comm_group.backend(result.device.type))
         wire, reduction = form.wire(result), form.reduction
         finish = form.finish(wire, result, comm_group.size)
     # fmt: off
@@ -53,13 +59,13 @@ def reduce(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Reduce over all ranks; the root gets the result, in place or in `out`, the others None.
+    """Reduce over all ranks. The root gets the result, in place or in `out`.
 
-    The tensors of the other ranks keep their values.
+    On the other ranks, the call returns None and the tensors keep their values.
     """
     comm_group = comm_group_of(group)
     backend = comm_group.backend(tensor.device.type)
-    form = ReduceForm(tensor.dtype, op, backend)
+    form = WireReduction(tensor.dtype, op, backend)
     result = finish = None
     if comm_group.check_rank("root", root) == comm_group.rank:
         result = tensor if out is None else _copy_to_out(tensor, out)
@@ -83,7 +89,7 @@ def broadcast(
     result = tensor
     if out is not None:
         result = _copy_to_out(tensor, out) if is_root else check_out(out, tensor.shape, tensor)
-    target, finish = receive_form(result)
+    target, finish = wire_buffer(result)
     tensors, finish = (tensor, None, target, result), None if is_root else finish
     call = Operation("broadcast", comm_group, *tensors, tensor.nbytes, "", root, finish)
     return perform(call, wait)
@@ -95,8 +101,8 @@ def all_gather(
     """Concatenate the tensors of all ranks along dim 0, in rank order, on every rank."""
     comm_group = comm_group_of(group)
     result = _gather_output(tensor, comm_group, out)
-    target, finish = receive_form(result)
-    tensors = tensor, send_form(tensor), target, result
+    target, finish = wire_buffer(result)
+    tensors = tensor, to_wire(tensor), target, result
     call = Operation("all_gather", comm_group, *tensors, result.nbytes, finish=finish)
     return perform(call, wait)
 
@@ -104,10 +110,10 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
-    """Reduce over all ranks; each rank gets its part of the result, split along dim 0."""
+    """Reduce over all ranks. Each rank gets its part of the result, split along dim 0."""
     comm_group = comm_group_of(group)
     result = _output(tensor, _part_shape(tensor, comm_group), out)
-    form = ReduceForm(tensor.dtype, op, comm_group.backend(tensor.device.type))
+    form = WireReduction(tensor.dtype, op, comm_group.backend(tensor.device.type))
     target = form.wire(result)
     tensors, size = (tensor, form.wire(tensor), target, result), tensor.nbytes
     finish = form.finish(target, result, comm_group.size)
@@ -118,13 +124,13 @@ def reduce_scatter(
 def gather(
     tensor: Tensor, root: int = 0, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
-    """Concatenate the tensors of all ranks along dim 0 at the root; the others get None."""
+    """Concatenate the tensors of all ranks along dim 0 at the root. Return None elsewhere."""
     comm_group = comm_group_of(group)
     result = target = finish = None
     if comm_group.check_rank("root", root) == comm_group.rank:
         result = _gather_output(tensor, comm_group, out)
-        target, finish = receive_form(result)
-    tensors, size = (tensor, send_form(tensor), target, result), tensor.nbytes * comm_group.size
+        target, finish = wire_buffer(result)
+    tensors, size = (tensor, to_wire(tensor), target, result), tensor.nbytes * comm_group.size
     call = Operation("gather", comm_group, *tensors, size, "", root, finish)
     return perform(call, wait)
 
@@ -142,12 +148,12 @@ def scatter(
         if tensor is None:
             raise UsageError(f"scatter: rank {root} is the root and must pass tensor=")
         result = _output(tensor, _part_shape(tensor, comm_group), out)
-        source = send_form(tensor)
+        source = to_wire(tensor)
     elif out is not None:
         result = out
     else:
-        raise UsageError(f"scatter: rank {comm_group.rank} is not the root {root}: pass out=")
-    target, finish = receive_form(result)
+        raise UsageError(f"scatter: rank {comm_group.rank} is not the root {root}, so pass out=")
+    target, finish = wire_buffer(result)
     tensors, size = (result, source, target, result), result.nbytes * comm_group.size
     call = Operation("scatter", comm_group, *tensors, size, "", root, finish)
     return perform(call, wait)
@@ -162,10 +168,10 @@ def all_to_all(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Send each rank its part of the tensor, split along dim 0, and receive a part from each.
+    """Send each rank its part of the tensor, split along dim 0, and receive a part from each rank.
 
     Parts are equal unless `in_splits` gives the number of rows for each rank. `out_splits` is the
-    number of rows from each rank; by default the ranks exchange it in a small collective.
+    number of rows from each rank. By default, the ranks exchange it in a small collective.
     """
     comm_group = comm_group_of(group)
     splits: tuple[list[int], list[int]] | None = None
@@ -175,14 +181,14 @@ def all_to_all(
     else:
         ins = _checked_splits("in_splits", in_splits, comm_group, len(tensor))
         if out_splits is None:
-            refuse_in_block("all_to_all without out_splits")
-            counts = torch.tensor(ins, device=comm_group.small_device)
+            _require_outside_group("all_to_all without out_splits")
+            counts = torch.tensor(ins, device=comm_group.control_device)
             out_splits = all_to_all(counts, group=comm_group.process_group).tolist()
         splits = ins, _checked_splits("out_splits", out_splits, comm_group, sum(out_splits))
         shape = (sum(out_splits), *tensor.shape[1:])
     result = _output(tensor, shape, out)
-    target, finish = receive_form(result)
-    source = send_form(tensor)
+    target, finish = wire_buffer(result)
+    source = to_wire(tensor)
     tensors = tensor, source, target, result
     call = Operation("all_to_all", comm_group, *tensors, tensor.nbytes, finish=finish)
     if splits is not None:
@@ -198,7 +204,7 @@ def send(
     """Send a tensor to one rank, which must receive it."""
     comm_group = comm_group_of(group)
     _check_peer("to", to, comm_group)
-    tensors = tensor, send_form(tensor), None, None
+    tensors = tensor, to_wire(tensor), None, None
     call = Operation("send", comm_group, *tensors, tensor.nbytes, "", to, tag=tag)
     return perform(call, wait)
 
@@ -208,12 +214,12 @@ def recv(
 ) -> Result:
     """Receive a tensor from one rank into `out`, which is also returned.
 
-    source=None receives from any rank (not on NCCL); the Handle's `source` is then the sender.
+    source=None receives from any rank (not on NCCL). The Handle's `source` is then the sender.
     """
     comm_group = comm_group_of(group)
     if source is not None:
         _check_peer("source", source, comm_group)
-    target, finish = receive_form(out)
+    target, finish = wire_buffer(out)
     tensors, peer = (out, None, target, out), -1 if source is None else source
     call = Operation("recv", comm_group, *tensors, out.nbytes, "", peer, finish, tag=tag)
     return perform(call, wait)
@@ -225,15 +231,15 @@ def barrier(*, group: Group = None, wait: bool = True) -> Result:
 
 
 def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order; their sizes along dim 0 may differ.
+    """Return the tensors of all ranks, in rank order. Their sizes along dim 0 may differ.
 
     Two collectives are needed: one for the lengths, one for the rows, padded to the longest length.
     """
     comm_group = comm_group_of(group)
     if tensor.dim() == 0:
-        raise UsageError("all_gather_uneven: a tensor of 0 dims has no rows: use all_gather")
-    refuse_in_block("all_gather_uneven")
-    rows = torch.tensor([len(tensor)], device=comm_group.small_device)
+        raise UsageError("all_gather_uneven: a tensor of 0 dims has no rows. Use all_gather.")
+    _require_outside_group("all_gather_uneven")
+    rows = torch.tensor([len(tensor)], device=comm_group.control_device)
     lengths = all_gather(rows, group=group).tolist()
     padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor.detach()
@@ -263,10 +269,10 @@ def broadcast_coalesced(
 
 
 def _flat_buckets(tensors: Tensors, bucket_bytes: float) -> Iterator[Tensor]:
-    """Yield flat tensors with the data of the tensors, and copy each back after its use.
+    """Yield one flat tensor per bucket. After its use, copy its data back to the tensors.
 
-    A bucket has tensors of one dtype, in their order. The tensor that reaches `bucket_bytes` ends
-    its bucket, as in DDP; tensors are not split.
+    A bucket contains tensors of one dtype, in the given order. The tensor that reaches
+    `bucket_bytes` ends its bucket, as in DDP. Tensors are not split.
     """
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         buckets: list[list[Tensor]] = [[]]
@@ -297,8 +303,8 @@ def _gather_output(tensor: Tensor, comm_group: CommGroup, out: Out) -> Tensor:
 def _part_shape(tensor: Tensor, comm_group: CommGroup) -> tuple[int, ...]:
     if tensor.dim() == 0 or len(tensor) % comm_group.size:
         raise UsageError(
-            f"tensor of shape {list(tensor.shape)} cannot be split along dim 0 into "
-            f"{comm_group.size} equal parts, one for each rank of group {comm_group.label}: pad it"
+            f"the tensor of shape {list(tensor.shape)} cannot be split along dim 0 into "
+            f"{comm_group.size} equal parts, one for each rank of group {comm_group.label}. Pad it."
         )
     return (len(tensor) // comm_group.size, *tensor.shape[1:])
 
@@ -316,7 +322,7 @@ def _checked_splits(
     name: str, splits: Sequence[int] | None, comm_group: CommGroup, rows: int
 ) -> list[int]:
     if splits is None:
-        raise UsageError(f"all_to_all: {name} is missing: pass the number of rows for each rank")
+        raise UsageError(f"all_to_all: {name} is missing. Pass the number of rows for each rank.")
     if len(splits) != comm_group.size or min(splits) < 0 or sum(splits) != rows:
         raise UsageError(
             f"{name}={list(splits)} must have {comm_group.size} numbers >= 0, one for each rank of "
@@ -325,15 +331,15 @@ def _checked_splits(
     return list(splits)
 
 
-def refuse_in_block(call: str) -> None:
-    """Raise UsageError inside comm.group(), for calls that need values from other ranks now."""
+def _require_outside_group(call: str) -> None:
+    """Raise UsageError inside a comm.group() block, where nothing is sent before its end."""
     if current_block.get() is not None:
         raise UsageError(
-            f"{call} needs values from other ranks before it can return, and inside comm.group() "
-            "nothing is sent yet: call it before the block"
+            f"{call} needs values from other ranks before it can return, but inside comm.group() "
+            "nothing is sent yet. Call it before the block."
         )
 
 
 def _check_peer(name: str, rank: int, comm_group: CommGroup) -> None:
     if comm_group.check_rank(name, rank) == comm_group.rank:
-        raise UsageError(f"{name}={rank} is this rank itself: copy the tensor instead")
+        raise UsageError(f"{name}={rank} is this rank itself. Copy the tensor instead.")

@@ -55,10 +55,10 @@ class Summary:
 class group:
     """Collect the operations called in a `with` block and send them in few messages at its end.
 
-    Inside the block nothing is sent; results, and handles from `wait=False`, are valid after the
+    Inside the block nothing is sent. Results, and handles from `wait=False`, are valid after the
     block. No operation may use memory that another operation in the block writes. On the CPU,
     operations of up to `small` bytes that have the same kind, group and reduction are sent in one
-    flat message; on NCCL, operations of one kind form one NCCL group. Operations in a nested block
+    flat message. On NCCL, operations of one kind form one NCCL group. Operations in a nested block
     are sent at the end of the outermost block.
 
     If the block raises on this rank, this rank sends none of its operations; the other ranks then
@@ -79,9 +79,11 @@ class group:
         return self._summary if self._outer is None else self._outer.summary
 
     def add(self, call: Operation, wait: bool) -> Any:
-        """Collect a call; returns the tensor that will hold its result, or its handle."""
+        """Collect a call and return its handle, or the tensor that will hold its result."""
         handle = Handle(call, None, 0)
-        handle.cannot_wait = "is sent when its comm.group() block ends: call wait() after the block"
+        handle.cannot_wait = (
+            "is sent when its comm.group() block ends. Call wait() after the block."
+        )
         self._calls.append((call, handle))
         return call.result if wait else handle
 
@@ -104,12 +106,16 @@ class group:
         finally:
             for _, handle in self._calls:
                 if not handle.is_done():
-                    handle.cannot_wait = "was not sent or not completed: its comm.group() failed"
+                    handle.cannot_wait = (
+                        "was not sent or completed, because its comm.group() failed"
+                    )
             self._calls = []
 
     def _refuse_unless_all_completed(self, error: BaseException | None) -> None:
         comm_group = operation.comm_group_of(None)
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=comm_group.small_device)
+        flag = torch.tensor(
+            [error is not None], dtype=torch.uint8, device=comm_group.control_device
+        )
         failed_ranks = all_gather(flag).nonzero().view(-1).tolist()
         if failed_ranks and error is None:
             raise BlockAbandoned(
@@ -143,7 +149,7 @@ class group:
             handle.complete(works[id(call)], event if call.is_on_stream else None)
 
     def _begin(self, batch: list[Operation], site: bytes) -> list[Handle]:
-        """Start a batch: as one NCCL group, as one flat message, or as the single operation."""
+        """Start a batch as one NCCL group, as one flat message, or as the single operation."""
         self._summary.operations += len(batch)
         self._summary.messages += 1
         self._summary.bytes += sum(call.bytes for call in batch)
@@ -158,7 +164,7 @@ class group:
 
 
 def _batches(calls: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Lists of operations that are sent together; the lists are the same on every rank."""
+    """Return lists of operations that are sent together. All ranks return the same lists."""
     by_nccl: dict[Any, list[Operation]] = {}
     others = []
     for call in calls:
@@ -198,7 +204,7 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
-    # (end, operation) of the span that ends last: among all spans, and among written spans.
+    # (end, operation) of the span that ends last, among all spans and among written spans.
     furthest = written = (0, -1)
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):
@@ -206,8 +212,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
                 first, second = (operations[n] for n in sorted((number, other)))
                 raise UsageError(
                     f"{second.kind} at {second.where} uses the memory of {first.kind} at "
-                    f"{first.where}: operations of one comm.group() block have no order, so put "
-                    "them into two blocks"
+                    f"{first.where}. Operations of one comm.group() block have no order, so put "
+                    "them into two blocks."
                 )
         furthest = max(furthest, (end, number))
         if is_written:
@@ -218,7 +224,7 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
 
 
 def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Divide the operations into lists; each list is sent as one message.
+    """Divide the operations into lists. Each list is sent as one message.
 
     The lists are in the order of their first operations. Every rank of a group computes the same
     lists, because all ranks call the same operations.
@@ -246,7 +252,7 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
 
 @torch.no_grad()
 def _pack(batch: Sequence[Operation]) -> Operation:
-    """One operation that replaces the batch; `_unpack` distributes its result."""
+    """Return one operation that replaces the batch. `_unpack` distributes its result."""
     first = batch[0]
     size, is_root = first.comm_group.size, first.root == first.comm_group.rank
     source = None

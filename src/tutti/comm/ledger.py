@@ -30,7 +30,7 @@ from tutti.machine.environment import boot_id
 # that torch and tutti.comm use.
 KINDS = native.KINDS
 _TORCH_NAMES = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
-DTYPES = tuple(  # the last one, bytes, stands for every other dtype
+DTYPES = tuple(  # the last name, bytes, stands for every other dtype
     re.sub(r"^[a-z]+(?=\d)", lambda prefix: _TORCH_NAMES[prefix[0]], name) for name in native.DTYPES
 )
 REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIONS)
@@ -75,7 +75,7 @@ class GroupLedger:
     # fmt: off
     def begin(self, sequence: int, kind: int, dtype: int, reduction: int, root: int, tag: int,
               state: int, size: int, site: bytes) -> int:
-        """Record that an operation of `size` bytes has begun; returns its number, for `mark`."""
+        """Record that an operation of `size` bytes has begun and return its number, for `mark`."""
         number = next(self._numbers)
         now = monotonic_ns()
         _pack(self._memory, _ENTRIES_AT + (number - 1) % 256 * 192, number, sequence, kind, dtype,
@@ -92,7 +92,7 @@ class GroupLedger:
             self._memory[at + _STATE_AT] = state
 
     def seconds_since_begin(self, number: int) -> float:
-        """How long ago an operation began; 0 if it is no longer in the ring."""
+        """Return how long ago an operation began, or 0 if it is no longer in the ring."""
         at = (_ENTRIES_AT + (number - 1) % ENTRIES * _ENTRY.size) // 8
         if self._words[at] != number:
             return 0.0
@@ -110,7 +110,7 @@ class GroupLedger:
         self._words = memoryview(memory).cast("B").cast("q")
 
     def detach(self) -> None:
-        """In a forked child: replace the parent's memory by memory that no reader opens."""
+        """In a forked child, replace the parent's memory by memory that no reader opens."""
         os.close(self._file)
         self._file = -1
         self._map(mmap.mmap(-1, _BYTES))
@@ -132,7 +132,7 @@ os.register_at_fork(after_in_child=_detach_all)
 
 
 def process_address() -> dict[str, Any]:
-    """The values with which another process finds the ledgers of this process.
+    """Return the values with which another process finds the ledgers of this process.
 
     `machine` names the running system and its PID namespace: each container has its own namespace.
     """
@@ -141,12 +141,12 @@ def process_address() -> dict[str, Any]:
 
 
 def is_on_this_machine(address: Mapping[str, Any]) -> bool:
-    """Whether the process at this address runs on this machine, in this PID namespace."""
+    """Return whether the process at this address runs on this machine, in this PID namespace."""
     return bool(address["machine"] == process_address()["machine"])
 
 
 def _clipped(text: str, limit: int) -> bytes:
-    """The text in fewer than `limit` bytes; of a longer text, the end, which is more specific."""
+    """Return the text in fewer than `limit` bytes. A longer text loses its beginning."""
     raw = text.encode(errors="replace")
     return raw if len(raw) < limit else "…".encode() + raw[-(limit - 4) :]
 
@@ -166,7 +166,7 @@ _recording_process: int | None = None
 
 
 def call_site(frame: FrameType | None) -> bytes:
-    """The innermost line outside tutti.comm and torch from which a call was made."""
+    """Return the innermost line outside tutti.comm and torch from which a call was made."""
     while frame is not None:
         code = frame.f_code
         known = _sites.get(id(code))
@@ -191,12 +191,12 @@ def _add_site(code: CodeType) -> dict[int, bytes] | None:
 
 
 def is_internal(filename: str) -> bool:
-    """Whether a file belongs to tutti.comm, torch or Python's import system, not to the user."""
+    """Return whether a file belongs to tutti.comm, torch or Python's import system."""
     return filename.startswith((_COMM, "<frozen")) or _TORCH in filename
 
 
 def shown_path(filename: str) -> str:
-    """The path relative to the working directory if the file is below it, else unchanged."""
+    """Return the path relative to the working directory if the file is below it, else unchanged."""
     try:
         return filename.removeprefix(os.getcwd() + os.sep)
     except FileNotFoundError:  # the working directory was removed
@@ -236,14 +236,14 @@ class OperationRecord:
 
     operation: str
     group: str  # the label that is shown to users
-    group_name: str  # torch's name of the group: the same on all its ranks, different for others
+    group_name: str  # torch's name of the group, which all ranks of the group share
     sequence: int
     bytes: int
     dtype: str
-    peer: int  # root, or the other rank of a send or receive; -1 for none
+    peer: int  # the root, the other rank of a send or receive, or -1
     state: str
-    age: float  # since the operation began
-    ended: float | None  # seconds since the operation ended; None: it has not ended
+    age: float  # seconds since the operation began
+    ended: float | None  # seconds since the operation ended, or None if it has not ended
     where: str  # the call site
     written_by: str  # tutti-ledger, or tutti-shm for an entry of the shm backend
 
@@ -257,7 +257,7 @@ class ProcessLedger:
     """The contents of all ledgers of one process."""
 
     pid: int
-    rank: int  # in the default group, else in the largest group that has a ledger
+    rank: int  # the rank in the default group, else in the largest group that has a ledger
     size: int
     location: str  # the last recorded location of the main thread
     location_age: float
@@ -265,19 +265,19 @@ class ProcessLedger:
 
     @property
     def current(self) -> OperationRecord | None:
-        """The operation that the process waits for, else the last operation that it began."""
+        """The operation that the process waits for, or else the last operation that it began."""
         waiting = [record for record in self.records if record.state == "waiting"]
         return waiting[-1] if waiting else self.records[-1] if self.records else None
 
 
 def processes() -> list[int]:
-    """All processes of this host whose ledgers can be read, by pid."""
+    """Return all processes of this host whose ledgers can be read, by pid."""
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
     return [pid for pid in pids if any(True for _ in _ledger_files(pid))]
 
 
 def read_process(pid: int) -> ProcessLedger | None:
-    """The contents of a process's ledgers; None if it has none, has ended or may not be read."""
+    """Return the contents of a process's ledgers, or None if there are none or access is denied."""
     now = monotonic_ns()  # one time for all ledgers, because ages are compared
     ledgers = [_read_ledger(pid, *file, now) for file in _ledger_files(pid)]
     found = [(label, ledger) for label, ledger in ledgers if ledger is not None]
@@ -298,7 +298,7 @@ def read_process(pid: int) -> ProcessLedger | None:
 
 
 def _is_within(record: OperationRecord, call: OperationRecord) -> bool:
-    """Whether the shm backend wrote `record` for `call`, the record that has the call site."""
+    """Return whether the shm backend wrote `record` for `call`, which has the call site."""
     same = (record.operation, record.group_name) == (call.operation, call.group_name)
     began = record.age <= call.age
     ended = call.ended is None or record.age >= call.ended
@@ -323,7 +323,7 @@ def _read_ledger(
             if magic != _MAGIC or owner != pid or entry_bytes != _ENTRY.size:
                 return label, None  # a peer's segment that this process maps, or another version
             raw = b""
-            for _ in range(6):  # until two reads are equal: else an entry was being written
+            for _ in range(6):  # if two reads differ, an entry was being written
                 before, raw = raw, os.pread(file.fileno(), entries * entry_bytes, ledger_at)
                 if raw == before:
                     break
@@ -348,7 +348,7 @@ def _read_ledger(
 
 
 def _is_open_here(path: str) -> bool:
-    """Whether this process has the file open itself."""
+    """Return whether this process has the file open itself."""
     try:
         status = os.stat(path)
     except OSError:  # closed meanwhile
@@ -361,7 +361,7 @@ def _is_open_here(path: str) -> bool:
 
 
 def _ledger_files(pid: int) -> Iterator[tuple[str, str, str]]:
-    """The files of a process that hold a ledger: path, writer and label."""
+    """Yield (path, writer, label) of each file of a process that holds a ledger."""
     try:
         paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
     except OSError:  # the process has ended, or belongs to another user

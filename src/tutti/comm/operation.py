@@ -1,4 +1,4 @@
-"""One operation from call to result: its process group, its tensors, its Handle, its trace name."""
+"""One operation from call to result: its process group, tensors, Handle and name in traces."""
 
 import json
 import re
@@ -36,11 +36,11 @@ CallSite = bytes  # such as `train.py:88 in step`
 
 
 class CollectiveError(RuntimeError):
-    """An operation failed; the message has the operation, its call site and the backend's error."""
+    """An operation failed. The message has the operation, its call site and the backend's error."""
 
 
 class CollectiveTimeout(CollectiveError):
-    """Ranks did not arrive in time; the message names them, the operation and their locations."""
+    """Ranks did not arrive in time. The message names them, the operation and their locations."""
 
 
 class CollectiveMismatch(CollectiveError, RanksDiffer):
@@ -64,11 +64,11 @@ class CommGroup:
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.collectives = 0  # begun so far: the same number on every rank
-        self.messages = 0  # sends and receives that this rank has begun
-        self.comparisons = 0  # debug mode: comparisons of calls between ranks
+        self.collectives = 0  # number of collectives begun so far, which all ranks agree on
+        self.messages = 0  # number of sends and receives that this rank has begun
+        self.comparisons = 0  # number of comparisons of calls between ranks (debug mode)
         self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
-        self.has_symmetric_memory: bool | None = None  # on CUDA; None: not checked yet
+        self.has_symmetric_memory: bool | None = None  # on CUDA; None if not checked yet
         self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
         self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
 
@@ -77,7 +77,7 @@ class CommGroup:
         """torch's process group."""
         group = self._group()
         if group is None:
-            raise UsageError(f"group {self.label} has been destroyed: make a new group")
+            raise UsageError(f"group {self.label} has been destroyed. Create a new group.")
         return group
 
     @property
@@ -87,7 +87,7 @@ class CommGroup:
         return store
 
     def backend(self, device_type: str) -> str:
-        """The name of the backend for tensors on this type of device: gloo, shm, nccl."""
+        """Return the name of the backend for tensors on this type of device: gloo, shm, nccl."""
         name = self._backends.get(device_type)
         if name is None:
             group = self.process_group
@@ -106,15 +106,15 @@ class CommGroup:
         return {device.type for device in getattr(self.process_group, "_device_types", [])}
 
     @property
-    def small_device(self) -> torch.device:
-        """The device for a tensor of a few bytes: the CPU if the group has a CPU backend."""
+    def control_device(self) -> torch.device:
+        """The device for a tensor of a few bytes. It is the CPU if the group has a CPU backend."""
         types = self.device_types
         if not types or "cpu" in types:
             return torch.device("cpu")
         return torch.device(types.pop(), torch.accelerator.current_device_index())
 
     def check_rank(self, argument: str, rank: int) -> int:
-        """Return the rank if the group has it; raise UsageError otherwise."""
+        """Return the rank if the group has it. Raise UsageError otherwise."""
         if not 0 <= rank < self.size:
             raise UsageError(
                 f"{argument}={rank} must be a rank in group {self.label}, 0 to {self.size - 1}, "
@@ -129,7 +129,7 @@ _announced_world: "weakref.ref[dist.ProcessGroup] | None" = None
 
 
 def comm_group_of(group: dist.ProcessGroup | None) -> CommGroup:
-    """The CommGroup of a process group; None is the default group, all ranks of the world."""
+    """Return the CommGroup of a process group. None means all ranks of the world."""
     process_group = c10d.GroupMember.WORLD if group is None else group
     comm_group = _known_groups.get(id(process_group))
     return comm_group if comm_group is not None else _add_group(process_group)
@@ -138,11 +138,11 @@ def comm_group_of(group: dist.ProcessGroup | None) -> CommGroup:
 def _add_group(group: object) -> CommGroup:
     global _announced_world
     if group is None:
-        raise UsageError("no process group in this process: call tutti.init() first")
+        raise UsageError("this process has no process group. Call tutti.init() first.")
     if isinstance(group, int):
-        raise UsageError("this rank is not in the group: call collectives on its ranks only")
+        raise UsageError("this rank is not in the group. Only its ranks may call collectives.")
     if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(f"group={group!r} is no process group: pass a group of dist.new_group()")
+        raise UsageError(f"group={group!r} must be a process group, such as from dist.new_group()")
     key = id(group)
     comm_group = _known_groups[key] = CommGroup(group)
     weakref.finalize(group, _known_groups.pop, key, None).atexit = False
@@ -177,7 +177,8 @@ class Operation:
     finish: Finish | None = None
     op: str = ""  # the reduction that the caller requested
     tag: int = 0
-    splits: tuple[list[int], list[int]] | None = None  # all_to_all: elements to and from each rank
+    # For all_to_all: the numbers of elements to each rank and from each rank.
+    splits: tuple[list[int], list[int]] | None = None
     sequence: int = 0
     site: CallSite = b""
 
@@ -191,12 +192,12 @@ class Operation:
 
     @property
     def is_on_stream(self) -> bool:
-        """Whether the operation runs on a CUDA stream: the host continues before its completion."""
+        """Whether the operation runs on a CUDA stream, so that the host does not wait for it."""
         return self.tensor is not None and self.tensor.is_cuda
 
     @property
     def dtype_name(self) -> str:
-        """The dtype of the input, such as float32; empty for a barrier."""
+        """The dtype of the input, such as float32, or "" for a barrier."""
         return "" if self.tensor is None else dtype_name(self.tensor.dtype)
 
     @property
@@ -204,7 +205,7 @@ class Operation:
         return self.site.decode(errors="replace") or "unknown"
 
     def traced(self, phase: str) -> torch.profiler.record_function:
-        """A context manager that adds an event with the name that Tag describes to a trace."""
+        """Return a context manager that adds an event, named as in Tag, to a trace."""
         return torch.profiler.record_function(
             f"tutti::{self.kind}|phase={phase}|group={self.comm_group.label}|bytes={self.bytes}"
             f"|dtype={self.dtype_name}|seq={self.sequence}|ranks={self.comm_group.size}"
@@ -224,7 +225,7 @@ compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
 def perform(operation: Operation, wait: bool) -> Any:
-    """Send the operation, now or at the end of its block; returns its result, or its Handle."""
+    """Send the operation, now or at the end of its block, and return its result, or its Handle."""
     operation.site = ledger.call_site(sys._getframe(2))
     block = current_block.get()
     if block is not None:
@@ -267,7 +268,7 @@ def send(operation: Operation, wait: bool) -> Any:
 
 
 def record(operation: Operation, state: int) -> int:
-    """Count the operation and write it to the ledger; returns its number there."""
+    """Count the operation and write it to the ledger and return its number there."""
     comm_group, kind = operation.comm_group, _KIND_NUMBERS[operation.kind]
     if kind < _SEND:
         comm_group.collectives = sequence = comm_group.collectives + 1
@@ -285,7 +286,7 @@ def record(operation: Operation, state: int) -> int:
 
 
 def failed(operation: Operation, number: int, error: Exception) -> Exception:
-    """The error to raise for a backend's error; names the operation, its line and late ranks."""
+    """Return the error to raise for a backend's error. It names the line and the late ranks."""
     from tutti.comm.collective_errors import collective_error
 
     seconds = operation.comm_group.ledger.seconds_since_begin(number)
@@ -297,8 +298,8 @@ class Handle:
     """An operation that has been started. The handle keeps the operation's tensors alive.
 
     Call wait() before you read the result or write the input. The first wait also performs the
-    steps after the transfer (the division of a mean, the copy into a non-contiguous tensor);
-    waiting again costs nothing and changes nothing.
+    steps after the transfer (the division of a mean, the copy into a non-contiguous tensor).
+    Waiting again costs nothing and changes nothing.
 
     On CUDA waiting does not block the host: it makes a stream wait, either the current stream or
     the stream passed to `wait`. Other streams can wait for `event()`.
@@ -308,24 +309,24 @@ class Handle:
         self.operation, self.work = operation, work
         self._number = number
         self._is_finished = False
-        self.cannot_wait = ""  # the reason: its comm.group() block has not ended, or has failed
+        self.cannot_wait = ""  # the reason, if its comm.group() block has not ended or has failed
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
 
     @property
     def result(self) -> torch.Tensor | None:
-        """Wait, then return the operation's result; None if this rank gets no result."""
+        """Wait, then return the operation's result, or None if this rank gets no result."""
         return self.wait()
 
     @property
     def source(self) -> int:
-        """Wait, then return the sender's rank in the group; for a receive from any rank."""
+        """Wait, then return the sender's rank in the group (after a receive from any rank)."""
         self.wait()
         sender = self.operation.root
         return sender if sender >= 0 else int(self.work._source_rank())
 
     def wait(self, stream: "torch.cuda.Stream | None" = None) -> torch.Tensor | None:
-        """Wait for the result and return it; on CUDA, `stream` or the current stream waits."""
+        """Wait for the result and return it. On CUDA, `stream` or the current stream waits."""
         if self.cannot_wait:
             operation = self.operation
             raise UsageError(f"{operation.kind} at {operation.where} {self.cannot_wait}")
@@ -334,13 +335,13 @@ class Handle:
         if self.operation.is_on_stream:
             self._wait_on(stream or torch.cuda.current_stream(self.operation.device))
         elif stream is not None:
-            raise UsageError("wait(stream=…) is for CUDA tensors: this operation is on the CPU")
+            raise UsageError("wait(stream=…) is for CUDA tensors, but this operation is on the CPU")
         elif not self._is_finished:
             self._finish()
         return self.operation.result
 
     def is_done(self) -> bool:
-        """Whether a wait would return at once; on CUDA, whether the operation has completed."""
+        """Return whether a wait would return at once (on CUDA, whether it has completed)."""
         if self.cannot_wait:
             return False
         if self._event is not None:
@@ -348,7 +349,7 @@ class Handle:
         return self._is_finished or self.work is None or bool(self.work.is_completed())
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
-        """The result as a torch Future, to use instead of wait() in DDP's communication hooks."""
+        """Return the result as a torch Future, for DDP's communication hooks."""
 
         def complete(_: Any) -> torch.Tensor | None:
             # Not work.wait(): some backends complete the future before the work itself.
@@ -362,16 +363,16 @@ class Handle:
         return future
 
     def event(self) -> "torch.cuda.Event":
-        """A CUDA event that fires when the result is complete; makes no other stream wait."""
+        """Return a CUDA event that fires when the result is complete. No stream waits for it."""
         if not self.operation.is_on_stream:
-            raise UsageError("event() is for CUDA tensors: use wait() on the CPU")
+            raise UsageError("event() is for CUDA tensors. Use wait() on the CPU.")
         if self._event is None:
             self._wait_on(torch.cuda.Stream(self.operation.device))  # type: ignore[no-untyped-call]
         assert self._event is not None
         return self._event
 
     def complete(self, work: Any, event: "torch.cuda.Event | None") -> None:
-        """Mark the result as complete, after its block was sent; on CUDA when the event fires."""
+        """Mark the result as complete. On CUDA, it is complete when the event fires."""
         self.work, self._event = work, event
         self._is_finished, self.cannot_wait = True, ""
 
@@ -411,7 +412,7 @@ class Handle:
         # Dropping the handle of an in-place operation is harmless unless wait() has a step to do.
         has_failed = self._error is not None or self.cannot_wait
         if not self._is_finished and self.operation.finish is not None and not has_failed:
-            message = f"the handle of {self.operation} was dropped: call wait() to complete it"
+            message = f"the handle of {self.operation} was dropped. Call wait() to complete it."
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
 
@@ -423,9 +424,9 @@ class Tag:
 
     The name is the same for gloo, shm and NCCL. The name contains all fields, because a trace has
     the arguments of a record_function only if shapes were recorded, too. `phase` is `run` for a
-    call that waits; a call with wait=False has two events, with phases `issue` and `wait`. `bytes`
+    call that waits. A call with wait=False has two events, with phases `issue` and `wait`. `bytes`
     is the larger of input and output, as in nccl-tests. `seq` counts the collectives of a group and
-    is the same on every rank; sends and receives are counted separately.
+    is the same on every rank. Sends and receives are counted separately.
     """
 
     operation: str
@@ -443,7 +444,7 @@ _TAG = re.compile(
 
 
 def parse_tag(name: str) -> Tag | None:
-    """Parse the name of an event in a trace; None if the event is not from tutti.comm."""
+    """Parse the name of an event in a trace, or None if the event is not from tutti.comm."""
     if (found := _TAG.fullmatch(name)) is None:
         return None
     operation, phase, group, size, dtype, sequence, ranks = found.groups()

@@ -45,13 +45,13 @@ class Row:
     device: str  # cpu or cuda
     path: str
     from_bytes: int
-    to_bytes: int | None  # exclusive; None: no upper limit
-    time_us: float | None = None  # at the smallest size measured in the range
+    to_bytes: int | None  # exclusive; None means no upper limit
+    time_us: float | None = None  # the time at the smallest size measured in the range
     dtype: str | None = None
     measured: str | None = None  # the date, if it differs from the table's date
 
     def covers(self, op: str, device: str, size: int) -> bool:
-        """Whether the row applies to this operation on this device at this size."""
+        """Return whether the row applies to this operation on this device at this size."""
         in_range = self.from_bytes <= size and (self.to_bytes is None or size < self.to_bytes)
         return (self.op, self.device) == (op, device) and in_range
 
@@ -66,7 +66,7 @@ class Table:
     rows: tuple[Row, ...]
 
     def row(self, op: str, device: str, size: int, among: Collection[str]) -> Row | None:
-        """The row for an operation, if the row's path is in `among`."""
+        """Return the row for an operation, if the row's path is in `among`."""
         rows = (row for row in self.rows if row.covers(op, device, size) and row.path in among)
         return next(rows, None)
 
@@ -94,7 +94,7 @@ DEFAULTS = (
 
 
 def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
-    """The table of the fastest paths; a row ends at the next size where another path is faster."""
+    """Return the fastest paths. A row ends at the next size at which another path is faster."""
     best: dict[tuple[str, str, int], Measured] = {}
     for new in measurements:
         key = (new.op, new.device, new.bytes)
@@ -113,7 +113,7 @@ def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = No
 
 
 def machine_key() -> str:
-    """A name for machines of this kind: processor, number of CPUs, GPUs."""
+    """Return a name for machines with this processor, number of CPUs and GPUs."""
     environment = describe_environment()
     gpus = [gpu["name"] for gpu in environment["gpus"]]
     parts = [environment["cpu"], platform.machine(), str(os.cpu_count()), *gpus]
@@ -123,13 +123,13 @@ def machine_key() -> str:
 
 
 def file_for(ranks: int) -> Path:
-    """The file of the table for this machine and this number of ranks."""
+    """Return the file of the table for this machine and this number of ranks."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tutti" / "paths" / f"{machine_key()}-{ranks}.json"
 
 
 def save(table: Table) -> Path:
-    """Store a table for later runs; returns the file.
+    """Store a table for later runs and return the file.
 
     Stored rows for other operations and devices are kept; a damaged file is replaced.
     """
@@ -145,14 +145,14 @@ def save(table: Table) -> Path:
         write_atomically(path, table.to_json() + "\n")
     except OSError as error:
         raise UsageError(
-            f"the table of paths cannot be written to {path}: {error.strerror}: set "
-            "XDG_CACHE_HOME to a directory in which you can write"
+            f"the table of paths cannot be written to {path} ({error.strerror}). Set "
+            "XDG_CACHE_HOME to a directory in which you can write."
         ) from None
     return path
 
 
 def load(ranks: int) -> Table | None:
-    """The table of this machine and this number of ranks; None if nothing was measured."""
+    """Return the table for this machine and number of ranks, or None if nothing was measured."""
     path = file_for(ranks)
     try:
         return parse(path.read_text())
@@ -160,13 +160,13 @@ def load(ranks: int) -> Table | None:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path} is not a valid table of paths ({error}): delete it, or measure again with "
-            "`tutti bench tune`"
+            f"{path} is not a valid table of paths ({error}). Delete it, or measure again with "
+            "`tutti bench tune`."
         ) from None
 
 
 def parse(text: str) -> Table:
-    """Read a table from JSON; raises ValueError with the reason if the table is not valid."""
+    """Return a table read from JSON. Raise ValueError with the reason if it is not valid."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA}")
@@ -205,8 +205,8 @@ def choose(
         return Choice(row.path, _figures(row, table))
     for row in DEFAULTS:
         if row.covers(op, device, size) and row.path in available:
-            return Choice(row.path, "the default, not measured: `tutti bench tune` measures")
-    return Choice(next(iter(available)), "the first path available: nothing was measured")
+            return Choice(row.path, "the default, not measured (`tutti bench tune` measures)")
+    return Choice(next(iter(available)), "the first path available, because nothing was measured")
 
 
 def _figures(row: Row, table: Table) -> str:
@@ -246,13 +246,13 @@ def explain(
     if op not in KINDS:
         raise UsageError(f"op={op!r} is not an operation: {did_you_mean(op, KINDS)}")
     if bytes < 0:
-        raise UsageError(f"bytes={bytes} must be at least 0")
+        raise UsageError(f"bytes must be at least 0, got {bytes}")
     supported = comm_group.device_types
     if device is None:
         device = "cuda" if "cuda" in supported and torch.cuda.is_available() else "cpu"
     if device not in supported:
         listed = " and ".join(sorted(supported))
-        raise UsageError(f"device={device!r}: group {comm_group.label} supports only {listed}")
+        raise UsageError(f"device must be {listed} for group {comm_group.label}, got {device!r}")
     paths = available_paths(comm_group, device)
     problem = ""
     try:
@@ -265,7 +265,7 @@ def explain(
 
 
 def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
-    """The paths of a group for tensors on this device; the group's own backend comes first."""
+    """Return the paths of a group for tensors on this device. Its backend comes first."""
     from tutti.comm.shm.registration import hosts
 
     own = comm_group.backend(device)
@@ -277,7 +277,7 @@ def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
 
 
 def _has_symmetric_memory(comm_group: CommGroup) -> bool:
-    """Whether torch has symmetric memory for CUDA and all ranks of the group are on this host."""
+    """Return whether torch has CUDA symmetric memory and all ranks are on this host."""
     if comm_group.has_symmetric_memory is None:
         from tutti.comm.symmetric import available
 
@@ -293,7 +293,7 @@ def _has_symmetric_memory(comm_group: CommGroup) -> bool:
 
 
 def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
-    """The function that sends an operation on a GPU: torch's call, or the one-shot kernels."""
+    """Return the function that sends an operation on a GPU: `issue` or the one-shot kernels."""
     from tutti.comm.symmetric.heap_collectives import STAGED_BYTES
 
     if operation.kind != "all_reduce" or operation.bytes > STAGED_BYTES:
@@ -319,7 +319,7 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
 
 
 def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
-    """Rank 0's table; ranks that chose paths from different tables would wait forever."""
+    """Return rank 0's table. Ranks that use different tables would wait for each other forever."""
     key = "tutti/paths"
     if comm_group.rank != 0:
         text = comm_group.store.get(key).decode()  # waits for rank 0, which makes the same call

@@ -51,7 +51,7 @@ class ProfiledRun:
         return fmean(step.seconds for step in self.steps)
 
     def part(self, name: str, rank: int | None = None) -> float:
-        """Seconds of a part per step, of one rank or mean over ranks."""
+        """Return seconds of a part per step, of one rank or mean over ranks."""
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
@@ -74,7 +74,7 @@ class ProfiledRun:
 
 
 def advise(run: ProfiledRun) -> list[Advice]:
-    """All advice worth trying, the largest gain first.
+    """Return all advice worth trying, the largest gain first.
 
     Gradient accumulation changes the training, so it comes after the advice that shortens the
     all-reduces of gradients.
@@ -115,7 +115,7 @@ def _advice(
     gained: float = 0.0,
     **values: Any,
 ) -> Advice:
-    """One entry of `advice[]`; `values` are the values in the texts of advice.toml.
+    """Return one entry of `advice[]`; `values` are the values in the texts of advice.toml.
 
     `remains`: seconds per step of the cause that remain; by default its seconds now minus `gain`.
     `gained`: seconds per step that other advice saves first.
@@ -141,7 +141,7 @@ def _advice(
 
 
 def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
-    """The fitted cost of a message, and words that limit a gain computed from that cost."""
+    """Return the fitted cost of a message, and words that limit a gain computed from that cost."""
     cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
     if cost is None or cost.separated:
         return cost, ""
@@ -283,7 +283,7 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
-    """A rank that arrives last. The gain is at most its delay after the second last rank.
+    """Yield a rank that arrives last. The gain is at most its delay after the second last rank.
 
     The gain is also at most the time by which one part of the step is longer than on the others.
     Waiting without such a part is chance, not a straggler.

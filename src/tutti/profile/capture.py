@@ -319,7 +319,7 @@ def _step_seconds(times: list[tuple[Any, Any]]) -> list[float]:
 
 
 def _recorded_collectives() -> list[dict[str, Any]]:
-    """The collectives of gloo groups in torch's flight recorder."""
+    """Return the collectives of gloo groups in torch's flight recorder."""
     recorder: Any = torch._C._distributed_c10d
     entries = json.loads(recorder._dump_fr_trace_json()).get("entries", [])
     return [
@@ -364,7 +364,7 @@ class _BatchCounter:
             )
 
     def samples_per_step(self, steps: int) -> int | None:
-        """Samples per step of this rank, None if unknown."""
+        """Return samples per step of this rank, None if unknown."""
         return round(self._samples / steps) or None if self._samples and steps else None
 
     def _count_results(

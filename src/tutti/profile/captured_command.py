@@ -30,7 +30,7 @@ _FAILED_TIMEOUT_SECONDS = 5.0  # after a failure the launcher may have ended all
 
 
 def captured_environment(settings: dict[str, Any], before: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables with which every Python process that trains records a trace.
+    """Return the environment variables with which every Python process that trains records a trace.
 
     All processes that the command starts inherit PYTHONPATH, for example torchrun's workers.
     """
@@ -46,7 +46,7 @@ def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
 
 
 def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
-    """The command to start: a script, a command of tutti (`train …`), or any program."""
+    """Return the command to start: a script, a command of tutti (`train …`), or any program."""
     first, *rest = words
     if first == "tutti" or (first in own_commands and not Path(first).is_file()):
         return [sys.executable, "-m", "tutti", *(rest if first == "tutti" else words)]

@@ -51,7 +51,7 @@ class MatchedCollective:
 
 
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
-    """The collectives that at least two traces contain.
+    """Return the collectives that at least two traces contain.
 
     Stores in each collective which rank arrived last, and when; this needs aligned clocks.
     """
@@ -134,7 +134,7 @@ def name_axes(trace: RankTrace) -> None:
 
 
 def _axes_present(trace: RankTrace) -> set[str]:
-    """The axes with more than one rank."""
+    """Return the axes with more than one rank."""
     sizes = {
         axis: int(group.get("pg_size", 0))
         for group in trace.groups.values()
@@ -224,7 +224,7 @@ def _clock_owners(
 def _offsets(
     first: int, owner: dict[int, int], matched: Sequence[MatchedCollective]
 ) -> dict[int, tuple[float, float]]:
-    """Seconds by which each clock is ahead of the first rank's clock, and the spread.
+    """Return seconds by which each clock is ahead of the first rank's clock, and the spread.
 
     In each collective every clock is compared with the clock of the lowest rank that takes part. If
     several ranks share a clock, the median of their end times is used. A breadth-first search adds
@@ -255,6 +255,6 @@ def _offsets(
 
 
 def _median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and the median absolute deviation from it."""
+    """Return the median, and the median absolute deviation from it."""
     offset = median(values)
     return offset, median(abs(value - offset) for value in values)

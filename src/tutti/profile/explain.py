@@ -169,7 +169,7 @@ def explain(files: Sequence[Path]) -> Explanation:
 
 
 def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
-    """The newest trace of each rank, in rank order: a profiler with `repeat` writes several.
+    """Return the newest trace of each rank, in rank order: a profiler with `repeat` writes several.
 
     Traces that do not name their rank get the unused rank numbers, in file order.
     """

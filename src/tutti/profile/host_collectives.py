@@ -126,7 +126,7 @@ def fill_from_tag(collective: Collective, tag: Any) -> None:
 
 
 def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, HostEvent]:
-    """The run of each call, by index of the call: in time order, equal sizes preferred."""
+    """Return the run of each call, by index of the call: in time order, equal sizes preferred."""
     waiting: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls):
         for name in _RUN_NAMES.get(call.operation, (call.operation,)):
@@ -209,7 +209,7 @@ class _EventsByThread:
         return events[0] if events and events[0].start <= call.end else None
 
     def around(self, call: HostEvent) -> HostEvent | None:
-        """The event around the call; each event contains one call."""
+        """Return the event around the call; each event contains one call."""
         events = self._events[call.thread]
         while events and events[0].end < call.start:
             events.popleft()

@@ -24,7 +24,7 @@ _MICROSECONDS = 1e6
 
 
 def write_merged_trace(path: Path, explanation: Explanation) -> int:
-    """Write the merged trace; returns the number of arrows."""
+    """Write the merged trace and return the number of arrows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     out: Any = gzip.open(path, "wt", 3) if path.suffix == ".gz" else open(path, "w")  # noqa: SIM115
     arrows = 0

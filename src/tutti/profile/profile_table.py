@@ -17,7 +17,7 @@ _NOTABLE_OVERHEAD = 1.1  # recorded / unrecorded step; a few steps do not show l
 
 
 def profile_lines(rows: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
-    """The lines to print; sentences are wrapped to `width`."""
+    """Yield the lines to print; sentences are wrapped to `width`."""
     for line in _lines(rows, width < _FULL_WIDTH):
         yield from wrap_line(line, width, "    " if line.startswith(" ") else "  ")
 
@@ -65,7 +65,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _range(values: list[float], unit: str) -> str:
-    """The range from the lowest to the highest value."""
+    """Return the range from the lowest to the highest value."""
     low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 

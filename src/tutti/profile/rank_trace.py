@@ -42,7 +42,7 @@ class Intervals:
 
     @staticmethod
     def of(pairs: Iterable[tuple[float, float]]) -> "Intervals":
-        """The union of (start, end) pairs that may overlap."""
+        """Return the union of (start, end) pairs that may overlap."""
         flat = np.array([edge for pair in pairs for edge in pair], dtype=np.float64)
         return merge(flat[0::2], flat[1::2])
 
@@ -57,7 +57,7 @@ class Intervals:
         return self._where(other, inside=False)
 
     def _where(self, other: "Intervals", inside: bool) -> "Intervals":
-        """The segments of this set that lie inside (or outside) the other set."""
+        """Return the segments of this set that lie inside (or outside) the other set."""
         edges = np.unique(np.concatenate([self.starts, self.ends, other.starts, other.ends]))
         kept = self._contains(edges) & (other._contains(edges) == inside)
         return merge(edges[:-1][kept[:-1]], edges[1:][kept[:-1]])
@@ -72,7 +72,7 @@ class Intervals:
         )
 
     def between(self, start: float, end: float) -> "Intervals":
-        """The part of the set that lies in [start, end)."""
+        """Return the part of the set that lies in [start, end)."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         last = int(np.searchsorted(self.starts, end, side="left"))
         starts, ends = self.starts[first:last], self.ends[first:last]
@@ -108,7 +108,7 @@ class IntervalCollector:
 
 
 def merge(starts: Floats, ends: Floats) -> Intervals:
-    """The union of intervals in any order; empty and negative intervals are dropped."""
+    """Return the union of intervals in any order; empty and negative intervals are dropped."""
     positive = ends > starts
     starts, ends = starts[positive], ends[positive]
     if not len(starts):
@@ -251,7 +251,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def element_count(dims: Any, kind: str) -> int:
-    """The number of elements of an argument: of a tensor, or of all tensors of a list."""
+    """Return the number of elements of an argument: of a tensor, or of all tensors of a list."""
     if isinstance(dims, list) and kind == "TensorList":
         return sum(map(math.prod, dims))
     return math.prod(dims) if isinstance(dims, list) and element_bytes(kind) else 0

@@ -239,7 +239,7 @@ def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
 
 def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
-    """The DDP buckets of a step in the order of their calls."""
+    """Return the DDP buckets of a step in the order of their calls."""
     buckets = [each for each in trace.collectives_called_in(step) if each.bucket_ready is not None]
     return sorted(buckets, key=lambda bucket: (bucket.bucket_ready, bucket.arrival))
 
@@ -304,7 +304,7 @@ def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]
 
 
 def excess_text(instead: Mapping[str, Any]) -> str:
-    """The value `instead` of a straggler as words, for example `computes 46.1 ms longer`."""
+    """Return the value `instead` of a straggler as words, for example `computes 46.1 ms longer`."""
     longer = f"{1e3 * instead['seconds']:.1f} ms longer"
     return {
         "compute": f"computes {longer}",

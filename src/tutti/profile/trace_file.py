@@ -34,7 +34,7 @@ class TraceFile:
         self._decode = json.JSONDecoder(strict=False).raw_decode
 
     def events(self) -> Iterator[Event]:
-        """The events in file order; call this once."""
+        """Yield the events in file order; call this once."""
         with _open(self.path) as self._stream:
             try:
                 if self._peek() == "[":  # Chrome allows a bare list
@@ -66,7 +66,7 @@ class TraceFile:
                 yield event
 
     def _peek(self) -> str:
-        """The next character that is not white space."""
+        """Return the next character that is not white space."""
         while True:
             while self._position < len(self._window) and self._window[self._position] in _SPACE:
                 self._position += 1
@@ -85,7 +85,7 @@ class TraceFile:
         self._position += 1
 
     def _value(self) -> Any:
-        """The JSON value that begins at the current position."""
+        """Return the JSON value that begins at the current position."""
         self._peek()
         while True:
             try:
@@ -116,7 +116,7 @@ class TraceFile:
 
 
 def is_merged(path: Path) -> bool:
-    """Whether `write_merged_trace` wrote this file."""
+    """Return whether `write_merged_trace` wrote this file."""
     try:
         with _open(path) as stream:
             return stream.read(len(MERGED_PREFIX)) == MERGED_PREFIX

@@ -366,7 +366,7 @@ class _Kernels:
     def add_kernel(
         self, number: int, start: float, end: float, computes: bool, stream: tuple[Any, Any]
     ) -> int:
-        """Add a kernel that computes or communicates; returns its index."""
+        """Add a kernel that computes or communicates and return its index."""
         self._number.append(number)
         self.computes.append(computes)
         self.start.append(start)
@@ -387,7 +387,7 @@ class _Kernels:
         return list(map(int, indices[first:last]))
 
     def intervals(self, computing: bool) -> Intervals:
-        """The intervals in which kernels that compute (or that communicate) ran."""
+        """Return the intervals in which kernels that compute (or that communicate) ran."""
         chosen = np.array(self.computes, dtype=bool) == computing
         return merge(np.array(self.start)[chosen], np.array(self.end)[chosen])
 

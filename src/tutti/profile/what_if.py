@@ -138,7 +138,7 @@ def _backward_pass(trace: RankTrace, step: Step, buckets: list[Collective]) -> _
 
 
 def _most_concurrent(buckets: Sequence[Collective]) -> int:
-    """The largest number of messages that moved data at the same time."""
+    """Return the largest number of messages that moved data at the same time."""
     edges = [(bucket.transfer_start + _TOUCH, 1) for bucket in buckets]
     edges += [(bucket.end, -1) for bucket in buckets]
     return max(1, *accumulate(change for _, change in sorted(edges)))

@@ -42,7 +42,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column holds only numbers."""
+        """Return whether each column holds only numbers."""
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
         kinds = ({type(cell) for cell in column} for column in columns)
         return [kind <= {int, float, type(None)} for kind in kinds]
@@ -120,7 +120,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 
 def plotly_data(figure: Figure) -> dict[str, Any]:
-    """The data and layout that the page's script draws, with all text escaped."""
+    """Return the data and layout that the page's script draws, with all text escaped."""
     return {"data": _escape(list(figure.traces)), "layout": _escape(dict(figure.layout))}
 
 
@@ -139,7 +139,7 @@ def _escape(value: Any, key: str = "") -> Any:
 def bar(
     name: str, labels: Sequence[str], values: Sequence[Any], colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """A horizontal bar for each label."""
+    """Return a horizontal bar for each label."""
     return {
         "type": "bar",
         "orientation": "h",
@@ -206,7 +206,7 @@ def bar_layout(title: str, height: float, **more: Any) -> dict[str, Any]:
 
 
 def dotted_line(colour: str = GREY, **at: float) -> dict[str, Any]:
-    """A dotted line across the plot at x=… or y=…."""
+    """Return a dotted line across the plot at x=… or y=…."""
     ((name, value),) = at.items()
     across = "y" if name == "x" else "x"
     ends = {f"{name}0": value, f"{name}1": value, f"{across}0": 0, f"{across}1": 1}
@@ -221,7 +221,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 def log_axis(
     title: str, values: Sequence[float | None], *, at_values: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """A logarithmic axis with explicit ticks that do not overlap.
+    """Return a logarithmic axis with explicit ticks that do not overlap.
 
     Ticks are at 1, 2 and 5 times the powers of ten (over many decades only at the powers of ten),
     or at `values` if `at_values` is set.

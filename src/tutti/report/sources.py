@@ -95,7 +95,7 @@ class ReportSources:
 
 
 def read_sources(paths: Sequence[Path]) -> ReportSources:
-    """Read all paths; raises UsageError for a path with nothing to report."""
+    """Read all paths. Raise UsageError for a path with nothing to report."""
     names = [path.resolve().name if path.is_dir() else path.stem for path in paths]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     sources = ReportSources(", ".join(names[:3]) + rest)
@@ -155,7 +155,7 @@ def _read_directory(path: Path, sources: ReportSources) -> None:
 def _add_result(
     path: Path, content: Any, sources: ReportSources, skip_profile: bool = False
 ) -> str | None:
-    """Add a result file to the sources; returns its schema, or None if it has none.
+    """Add a result file to the sources and return its schema, or None if it has none.
 
     skip_profile: the profile is beside the traces from which it was made, so it adds nothing.
     """

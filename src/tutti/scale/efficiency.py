@@ -70,11 +70,11 @@ class Scaling:
         return ((run.samples if self._counted else per_step) or 1) / run.step.seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each number of ranks that was run in the same repeat as the base."""
+        """Return a row for each number of ranks that was run in the same repeat as the base."""
         return [self._row(ranks) for ranks in self.sizes if self._ratios(ranks)]
 
     def results(self) -> dict[str, Any]:
-        """The results of one set of flags, with the keys of the JSON."""
+        """Return the results of one set of flags, with the keys of the JSON."""
         rows, fit = self.rows(), fit_comm(comm_points(run.comm for run in self.runs))
         ends = _middle(self._ratios(rows[-1]["ranks"]))[0] if len(rows) > 1 else None
         measured = [(row["ranks"], row["efficiency"]) for row in rows]
@@ -152,6 +152,6 @@ class Scaling:
 
 
 def _middle(ratios: Sequence[Ratio]) -> list[Ratio]:
-    """The ratio with the median efficiency, or the two middle ratios of an even number."""
+    """Return the ratio with the median efficiency, or the two middle ratios of an even number."""
     ordered = sorted(ratios, key=lambda ratio: ratio.efficiency)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]

@@ -68,7 +68,7 @@ class CommFit:
         return self.alpha_s * rounds + self.beta_s_per_byte * moved
 
     def row(self) -> dict[str, Any]:
-        """The value of `fit` in the JSON."""
+        """Return the value of `fit` in the JSON."""
         return asdict(self) | {"best_case": self.best_case}
 
 
@@ -173,7 +173,7 @@ def forecast(
     fit: CommFit | None,
     mode: Mode | None,
 ) -> dict[str, Any]:
-    """The value of `forecast` in the JSON.
+    """Return the value of `forecast` in the JSON.
 
     `measured`: the number of ranks and the efficiency of each run, ascending. `ends`: the runs with
     the fewest and the most ranks. `mode` None: the samples of a step are neither
@@ -208,5 +208,5 @@ def forecast(
 
 
 def no_forecast(reason: str) -> dict[str, Any]:
-    """The value of `forecast` in the JSON if no forecast is possible."""
+    """Return the value of `forecast` in the JSON if no forecast is possible."""
     return {"rows": [], "below": {}, "best_case": False, "reason": f"no forecast: {reason}"}

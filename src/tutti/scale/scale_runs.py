@@ -73,7 +73,7 @@ class Job:
     ranks_per_gpu: int = 1
 
     def command_for(self, ranks: int, extra: Sequence[str]) -> list[str]:
-        """The whole command, with `extra` words at its end."""
+        """Return the whole command, with `extra` words at its end."""
         words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *extra)]
         if self.starts_ranks:
             return words
@@ -82,7 +82,7 @@ class Job:
         return [*run, "--", *words]
 
     def environment(self, schedule: Schedule, traces: Path, most_ranks: int) -> dict[str, str]:
-        """The environment variables with which every rank records its own trace."""
+        """Return the environment variables with which every rank records its own trace."""
         settings = {
             "directory": str(traces),
             "wait": schedule.settle + schedule.timed,
@@ -103,14 +103,14 @@ class Job:
             LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
 
     def describe(self, sizes: Sequence[int]) -> str:
-        """A sentence about the number of threads, which is the same in every run."""
+        """Return a sentence about the number of threads, which is the same in every run."""
         variable = os.environ.get("OMP_NUM_THREADS")
         threads = variable or str(max(1, _cores() // max(sizes)))
         reason = "OMP_NUM_THREADS" if variable else f"{_cores()} cores / {max(sizes)}"
         return f"every rank has {threads} thread{'s' * (threads != '1')} in every run ({reason})"
 
     def notes(self, sizes: Sequence[int]) -> list[str]:
-        """Notes about conditions that limit what can be concluded from the results."""
+        """Return notes about conditions that limit what can be concluded from the results."""
         notes = []
         if self.ranks_per_gpu > 1:
             notes.append("ranks share a GPU: this measures software overhead, not GPU links")
@@ -199,7 +199,7 @@ class MeasuredRun:
     notes: list[str]
 
     def row(self) -> dict[str, Any]:
-        """An entry of `runs[]` in the JSON."""
+        """Return an entry of `runs[]` in the JSON."""
         return {
             "ranks": self.ranks,
             "repeat": self.repeat,
@@ -322,7 +322,7 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The parts of one step over all ranks; their sum is the mean step time.
+    """Return the parts of one step over all ranks; their sum is the mean step time.
 
     Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
     waiting. If the mean over ranks were used, a part of the excess would count as compute. Compute
@@ -341,7 +341,7 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
-    """The global batch of a tutti run, otherwise the sum over the ranks' data loaders.
+    """Return the global batch of a tutti run, otherwise the sum over the ranks' data loaders.
 
     Ranks of a tensor-parallel group or a pipeline have the same samples, which a sum over the ranks
     would count several times.
@@ -368,7 +368,7 @@ class _SignalForwarder:
             stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
 
     def run(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-        """Run a program to its end, with its output in `log`; returns its exit code.
+        """Run a program to its end, with its output in `log`, and return its exit code.
 
         The program has its own session, so that Ctrl-C in the terminal reaches only this process,
         which forwards the signal once: a launcher that receives one signal lets its ranks end

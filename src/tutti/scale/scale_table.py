@@ -30,7 +30,7 @@ _FEWEST_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 
 
 def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
-    """The table of all numbers of ranks, the causes of the loss, the fit and the forecast."""
+    """Yield the table of all numbers of ranks, the causes of the loss, the fit and the forecast."""
     if rows := results["rows"]:
         title = f"{results['mode']} scaling; the loss of efficiency by cause, in % of the step"
         yield from wrap_line(title, width, "  ")
@@ -56,7 +56,7 @@ def _table_head(unit: str, width: int) -> str:
 
 
 def _table_line(row: dict[str, Any], width: int) -> str:
-    """The line of one number of ranks; a narrow terminal has no space for spreads."""
+    """Return the line of one number of ranks; a narrow terminal has no space for spreads."""
     causes = "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in LOSS_CAUSES)
     if width < _FULL_WIDTH:
         numbers = f"{_short(row['samples_per_s']):>10}{row['speedup']:>8.2f}"
@@ -71,7 +71,7 @@ def _table_line(row: dict[str, Any], width: int) -> str:
 
 
 def _short(value: float) -> str:
-    """A number with three digits: 12.3k for 12,345."""
+    """Return a number with three digits: 12.3k for 12,345."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g}{unit}" if value < 999.5 * factor else f"{value:.0f}"
@@ -79,7 +79,7 @@ def _short(value: float) -> str:
 
 
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The causes within `other`, and the largest cause with the most ranks."""
+    """Yield the causes within `other`, and the largest cause with the most ranks."""
     if len(rows) < 2:
         yield "only one number of ranks was run: efficiency needs at least two"
         return
@@ -170,7 +170,7 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
 
 
 def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
-    """Whether the row's value is faster than each other value in at least 3 of 4 repeats."""
+    """Return whether the row's value is faster than each other value in at least 3 of 4 repeats."""
     same_size = [run for run in runs if run.ranks == row["ranks"]]
     throughput = Scaling(same_size, mode).throughput
     own = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
@@ -187,7 +187,7 @@ def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bo
 def sweep_lines(
     rows: Sequence[dict[str, Any]], notes: Sequence[str], width: int = _FULL_WIDTH
 ) -> Iterator[str]:
-    """One table with a block for each value, and the best value for each number of ranks."""
+    """Yield one table with a block for each value, and the best value for each number of ranks."""
     if not rows:
         return
     yield _table_head(rows[0]["unit"], width)

@@ -23,7 +23,7 @@ class RanksDiffer(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a "no such name" message: the closest known name, or all known names."""
+    """Return the end of a "no such name" message: the closest known name, or all known names."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's value, in rank order, on every rank; [value] without a process group."""
+    """Return every rank's value, in rank order, on every rank; [value] without a process group."""
     if not dist.is_initialized():
         return [value]
     text = json.dumps(value).encode()
@@ -53,7 +53,7 @@ def name_ranks(ranks: list[int]) -> str:
 def gather_json_from_store(
     store: dist.Store, key: str, value: Any, rank: int, size: int, timeout: float
 ) -> list[Any]:
-    """Every rank's value, in rank order, exchanged through `store` without a process group.
+    """Return every rank's value, in rank order, exchanged through `store` without a process group.
 
     All ranks pass the same `key`, and a key is used once. The call is also a barrier: no rank
     returns before all ranks have written. Raises RanksMissing after `timeout` seconds.
@@ -125,7 +125,7 @@ def _hash_text(text: str) -> int:
 
 
 def hash_tensor(tensor: torch.Tensor) -> int:
-    """A 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
+    """Return a 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
 
     Each element's bits are multiplied by an odd number that depends on its position, and the
     products are summed modulo 2^64: integer sums do not depend on the order of summation, which

@@ -144,7 +144,7 @@ class FailureHandler:
 
 
 def print_usage_errors(hook: _Hook) -> _Hook:
-    """An excepthook that prints a UsageError or RanksDiffer as one line and exits with 2."""
+    """Return an excepthook that prints a UsageError or RanksDiffer as one line and exits with 2."""
 
     def excepthook(
         kind: type[BaseException], error: BaseException, where: TracebackType | None

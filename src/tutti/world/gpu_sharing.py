@@ -39,7 +39,7 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
 
 @contextmanager
 def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
-    """Run a private MPS daemon in the block; yields the variables of its users, {} without MPS."""
+    """Run a private MPS daemon in the block. Yield the variables of its users, {} without MPS."""
     variables = {
         "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),

@@ -73,7 +73,7 @@ class LocalWorld:
             raise UsageError(f"{flag} needs a GPU; no GPU is visible on this host: leave it out")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
-        """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
+        """Run until all ranks have ended and return 0, or the exit code of the first failure."""
         self.check()
         shared = without_launcher_variables(os.environ if env is None else env)
         with ExitStack() as stack:
@@ -222,7 +222,7 @@ class Supervisor:
         self._scheduled: list[tuple[float, int]] = []  # (time, signal) to send to all ranks
 
     def run(self) -> int:
-        """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
+        """Run until all ranks have ended and return 0, or the exit code of the first failure."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = _OWN_FILES + _FILES_PER_RANK * len(self._environments)
         if soft < needed:
@@ -345,7 +345,7 @@ class Supervisor:
         return failed.code if failed.code > 0 else 128 - failed.code
 
     def _find_failed(self, first: _Rank) -> tuple[_Rank, str, str]:
-        """The rank that failed first, with the summary and details of its failure.
+        """Return the rank that failed first, with the summary and details of its failure.
 
         The failed rank's interpreter takes a while to shut down, so ranks that lost the connection
         to it may end before it. Their reports name the failed rank. A rank killed by a signal
@@ -386,7 +386,7 @@ class RankOutput:
                 ) from None
 
     def shows(self, rank: int) -> bool:
-        """Whether the output of this rank goes to the terminal."""
+        """Return whether the output of this rank goes to the terminal."""
         return self._show == "all" or (self._show == "first" and rank == 0)
 
     def targets(self, rank: int) -> tuple[int | None, int | None]:

@@ -264,7 +264,7 @@ def port_candidates(job: str) -> list[int]:
 
 
 def free_port() -> int:
-    """A port on which no process listens now, and which no outgoing connection uses."""
+    """Return a port on which no process listens now, and which no outgoing connection uses."""
     # SystemRandom, so that the seeded generator of a training script is not advanced.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
@@ -298,7 +298,7 @@ def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
 
 
 def _expand_ranges(ranges: str) -> list[str]:
-    """The numbers of `01-03,7`; an empty list if a range descends."""
+    """Return the numbers of `01-03,7`, or an empty list if a range descends."""
     expanded: list[str] = []
     for item in ranges.split(","):
         first, _, last = item.partition("-")

@@ -84,17 +84,17 @@ class Liveness:
         self._thread.start()
 
     def all_connected(self, seconds: float) -> bool:
-        """On rank 0, wait until every other rank has connected; returns False at the timeout."""
+        """On rank 0, wait until every other rank has connected, and return False at the timeout."""
         return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, seconds)
 
     def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
-        """Send `failure` to all ranks; returns the first failure, which may be another rank's."""
+        """Send `failure` to all ranks and return the first failure, which may be another rank's."""
         self._send_to_thread({"failed": asdict(failure)})
         self.wait(lambda: self.first_failure is not None, timeout)
         return self.first_failure or failure
 
     def wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until a message makes `condition` true; returns False at the timeout."""
+        """Wait until a message makes `condition` true and return False at the timeout."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
@@ -244,7 +244,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
 
 
 def local_address_towards(address: str) -> str | None:
-    """This host's source address for packets to `address`; None if there is no route."""
+    """This host's source address for packets to `address`, or None if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -255,7 +255,7 @@ def local_address_towards(address: str) -> str | None:
 
 
 def wait_for_gloo_threads() -> None:
-    """Wait until gloo's threads are idle, for at most 5 s; returns at once if there are none.
+    """Wait until gloo's threads are idle, for at most 5 s, and return at once if there are none.
 
     A gloo thread releases its last operation, and the Python objects that the operation holds,
     shortly after the operation's result is known. If the interpreter ends before that, torch

@@ -40,7 +40,7 @@ class Place:
 
 
 def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int = 1) -> list[Place]:
-    """The placement of every rank, in rank order; `device` is auto, cpu or cuda."""
+    """Return the placement of every rank, in rank order; `device` is auto, cpu or cuda."""
     by_machine: dict[str, list[int]] = defaultdict(list)  # machines in order of lowest rank
     for info in ranks:
         by_machine[info.machine].append(info.rank)
@@ -69,7 +69,7 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
 
 
 def visible_gpus() -> list[str]:
-    """The UUIDs of the GPUs visible to this process, in CUDA's order."""
+    """Return the UUIDs of the GPUs visible to this process, in CUDA's order."""
     import torch
 
     if not torch.cuda.is_available():
@@ -90,7 +90,7 @@ def refuse_more_ranks_than_gpus(ranks: int, gpus: int, ranks_per_gpu: int, host:
 
 
 def _choose_gpus(ranks: "Sequence[RankInfo]", device: str, ranks_per_gpu: int) -> dict[int, int]:
-    """The GPU index of each rank; empty if the ranks compute on CPU."""
+    """Return the GPU index of each rank; empty if the ranks compute on CPU."""
     without = [info for info in ranks if not info.gpus]
     if device == "cpu" or (device == "auto" and len(without) == len(ranks)):
         return {}
@@ -124,7 +124,7 @@ def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
 def bind(
     ranks: "Sequence[RankInfo]", place: Place, env: Mapping[str, str]
 ) -> tuple[str, int, dict[str, str]]:
-    """Set this process's CPU affinity and torch's thread count; returns both, with reasons."""
+    """Set this process's CPU affinity and torch's thread count and return both, with reasons."""
     import torch
 
     numa = cpu_numa.numa_nodes()
@@ -153,7 +153,7 @@ def bind(
 def cpus_for(
     ranks: "Sequence[RankInfo]", rank: int, numa: Mapping[int, tuple[int, ...]]
 ) -> str | None:
-    """The CPU affinity of a rank that computes on CPU; None to leave it unchanged.
+    """Return the CPU affinity of a rank that computes on CPU; None to leave it unchanged.
 
     Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks, and inside a
     node each gets its own CPUs if there are enough: ranks wait for each other by spinning, so two
@@ -199,7 +199,7 @@ def _choose_threads(
 def gloo_interface(
     ranks: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
 ) -> tuple[str | None, str]:
-    """The network interface for gloo (None: gloo's default), and the reason for the choice.
+    """Return the network interface for gloo (None: gloo's default), and the reason for the choice.
 
     Loopback if all ranks are on one machine, otherwise an interface that reaches the other
     machines. By default gloo uses the address of the host name, which is often 127.0.1.1.
@@ -223,7 +223,7 @@ def gloo_interface(
 
 
 def disable_malloc_trim(env: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory for the next step; returns whether glibc accepted the setting.
+    """Make glibc keep freed memory for the next step and return whether glibc accepted the setting.
 
     By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
     page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
@@ -246,7 +246,7 @@ def return_freed_memory() -> None:
 
 
 def _set_malloc(env: Mapping[str, str], mmap_bytes: Sequence[int], trim_bytes: int) -> bool:
-    """Set two limits of glibc, unless the environment sets them; returns whether both are set.
+    """Set two limits of glibc, unless the environment sets them, and return whether both are set.
 
     Blocks of `mmap_bytes` (the first accepted value) and above get their own mapping, which free()
     returns. The heap returns free memory at its end if there is more than `trim_bytes`.

@@ -147,7 +147,7 @@ def _connect(
 
 
 def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
-    """The store at this port, or None if the process that listens there is not a store.
+    """Return the store at this port, or None if the process that listens there is not a store.
 
     torch's client runs in a thread, because it waits without limit for the reply of a process that
     is not a store.
@@ -231,7 +231,7 @@ def shm_unavailable() -> str:
 
 
 def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: float) -> Roster:
-    """Exchange RankInfo with all ranks; returns the same Roster on every rank."""
+    """Exchange RankInfo with all ranks and return the same Roster on every rank."""
     poll = _Poll(store, size, timeout)
     try:
         store.set(poll.keys[info.rank], json.dumps(asdict(info)))

@@ -66,12 +66,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints and writes for all ranks."""
+        """Return whether this is rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     @property
     def sharing_note(self) -> str | None:
-        """The note that every output prints if ranks share a GPU; None if they do not."""
+        """The note that every output prints if ranks share a GPU, or None if they do not."""
         if self.ranks_on_device < 2:
             return None
         return (

@@ -1,4 +1,4 @@
-"""Makes a group of the shm backend: its ranks find each other through the store and connect.
+"""Creates a group of the shm backend. Its ranks find each other through the store and connect.
 
 Two ranks share a host if each can open a tiny memfd of the other through /proc and read a random
 number from it. Host names, boot ids and variables such as LOCAL_WORLD_SIZE are not used, because in
@@ -22,8 +22,8 @@ from tutti.comm.shm import native, registration
 from tutti.world.errors import UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
-Card = dict[str, Any]  # host, pid, fd and token of a rank, published in the store
-Gather = Callable[[str, Any], list[Any]]  # (topic, value) to the values of all ranks
+Card = dict[str, Any]  # the host, pid, fd and token that a rank publishes in the store
+Gather = Callable[[str, Any], list[Any]]  # gather(topic, value) returns the values of all ranks
 _TOKEN_BYTES = 8
 _PROBE = "tutti-probe"
 
@@ -37,7 +37,7 @@ def make(
     ranks: list[int] | None = None,
     options: registration.ShmOptions | None = None,
 ) -> Any:
-    """A c10d backend for a group; `ranks` has the global rank of each rank of the group."""
+    """Return a c10d backend for a group. `ranks` has the global rank of each rank of the group."""
     ranks = ranks or list(range(size))
     can_open = (options and options.can_open) or shares_memory
     module, reason = registration._load()
@@ -52,9 +52,9 @@ def make(
             return gather_json_from_store(store, topic, value, rank, size, left)
         except RanksMissing as missing:
             raise native.ShmTimeout(
-                f"group {name} of {size} ranks: {name_ranks(missing.ranks)} did not connect within "
-                f"{timeout.total_seconds():g} s: did all ranks call init_process_group or "
-                "new_group, in the same order?"
+                f"{name_ranks(missing.ranks)} did not connect to group {name} of {size} ranks "
+                f"within {timeout.total_seconds():g} s. All ranks must call init_process_group or "
+                "new_group in the same order."
             ) from None
 
     def gloo(prefix: str, gloo_rank: int, gloo_size: int) -> Any:
@@ -105,7 +105,7 @@ def make(
 
 @functools.cache  # once per process and reason
 def _print_gloo_note(reason: str) -> None:
-    print(f"tutti: using gloo instead of shm: {reason}", file=sys.stderr, flush=True)
+    print(f"tutti: gloo is used instead of shm ({reason})", file=sys.stderr, flush=True)
 
 
 def _write_location(text: str) -> None:
@@ -113,7 +113,7 @@ def _write_location(text: str) -> None:
 
 
 def shares_memory(card: Card) -> bool:
-    """Whether this process can open the memory of the process that wrote this card."""
+    """Return whether this process can open the memory of the process that wrote this card."""
     path = f"/proc/{card['pid']}/fd/{card['fd']}"
     try:
         # If the writer is in another PID namespace, its pid may be that of another process here.
@@ -127,7 +127,7 @@ def shares_memory(card: Card) -> bool:
 
 
 def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Partition the ranks into sets that can open each other's memory; the same on every rank."""
+    """Return the ranks in sets that can open each other's memory. All ranks agree on the sets."""
     mutual = [
         tuple(p for p in peers if rank in reachable[p])
         for rank, peers in enumerate(map(sorted, reachable))
@@ -138,9 +138,9 @@ def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int,
                 third = next(iter(set(mutual[peer]) ^ set(ranks)))
                 raise UsageError(
                     f"ranks {rank} on {names[rank]} and {peer} on {names[peer]} share memory, but "
-                    f"only one of them shares memory with rank {third} on {names[third]}: run all "
+                    f"only one of them shares memory with rank {third} on {names[third]}. Run all "
                     "ranks of a host as one user and in one PID namespace (container), or use "
-                    "backend='gloo'"
+                    "backend='gloo'."
                 )
     return tuple(sorted(set(mutual)))
 
@@ -148,7 +148,7 @@ def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int,
 def _make_group(
     name: str, rank: int, ranks: Sequence[int], names: Sequence[str], token: int, gather: Gather
 ) -> int:
-    """The address of a new group of the core that connects `ranks`, the ranks on this host."""
+    """Create a group of the core that connects `ranks` on this host, and return its address."""
     core = native.core()
     staging_bytes = 0  # the core's default
     group = core.tutti_group_create(
@@ -162,7 +162,7 @@ def _make_group(
         segments = gather("group", segment)
         for peer, segment in enumerate(segments):
             if "error" in segment:
-                reason = f"could not make group {name}: {segment['error']}"
+                reason = f"could not create group {name}: {segment['error']}"
                 raise UsageError(f"rank {peer} on {names[peer]} {reason}")
         failure = None
         for local_peer, peer in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Compiles the C core and the C++ front: at install (setup.py), or at first use into a cache.
+"""Compiles the C core and the C++ front, at install (setup.py) or at first use into a cache.
 
 Both libraries contain a mark: a hash of sources, flags and platform and, for the front, of the
 versions of torch, its ABI and Python. A library with another mark (changed sources, a new torch) is
@@ -34,7 +34,7 @@ _MARK = b"tutti-built-from:"
 
 
 class BuildFailed(RuntimeError):
-    """A library is missing and cannot be built here; the message has the reason and the cure."""
+    """A library is missing and cannot be built here. The message states the reason and a cure."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Library:
     """One compiled library: its sources and how it is built."""
 
     name: str
-    sources: tuple[Path, ...]  # given to the compiler
+    sources: tuple[Path, ...]  # the files that are passed to the compiler
     headers: tuple[Path, ...]
-    compilers: tuple[str, ...]  # an environment variable, then program names
+    compilers: tuple[str, ...]  # the name of an environment variable, then names of programs
     flags: tuple[str, ...]
     link: tuple[str, ...]
-    built_for: str  # versions and platform: part of the hash, and of the file name in the cache
+    built_for: str  # versions and platform, a part of the hash and of the file name in the cache
     include_paths: tuple[Path, ...] = ()
     library_paths: tuple[Path, ...] = ()
 
@@ -61,7 +61,7 @@ class Library:
 
 @cache
 def core_library() -> Library:
-    """The C core."""
+    """Return the C core."""
     folder = FOLDER / "core"
     return Library(
         "_core",
@@ -80,7 +80,7 @@ def core_library() -> Library:
 
 @cache
 def front_library() -> Library:
-    """The C++ front for the installed torch; raises ImportError without torch."""
+    """Return the C++ front for the installed torch. Raise ImportError without torch."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise ImportError("torch is not installed")
@@ -109,10 +109,10 @@ def front_library() -> Library:
     )
 
 
-def built(*libraries: Library) -> list[Path]:
-    """The files of these libraries, which are compiled now if necessary; raises BuildFailed.
+def build_if_missing(*libraries: Library) -> list[Path]:
+    """Return the files of these libraries. Compile them if necessary, or raise BuildFailed.
 
-    Several processes may call this at once: one compiles, the others wait for that process.
+    Several processes may call this at once: one compiles, and the others wait for that process.
     """
     if None in map(_find, libraries):
         folder = _cache_folder()
@@ -132,18 +132,18 @@ def built(*libraries: Library) -> list[Path]:
 
 def _compile_all(libraries: list[Library], folder: Path) -> None:
     commands = [_command(library) for library in libraries]  # raises if there is no compiler
-    for scratch in folder.glob("tmp*"):  # of processes that were killed while compiling
+    for scratch in folder.glob("tmp*"):  # left by processes that were killed while compiling
         shutil.rmtree(scratch, ignore_errors=True)
     torch = sys.modules.get("torch")
     version = f" for torch {torch.__version__}" if torch else ""
-    message = f"compiling the shm backend{version} (once, about a minute; kept in {folder})"
+    message = f"compiling the shm backend{version}, once, for about a minute, into {folder}"
     print(f"tutti: {message}", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(len(libraries)) as pool:
         list(pool.map(_compile, libraries, commands, [folder] * len(libraries)))
 
 
 def _find(library: Library) -> Path | None:
-    """A file built from exactly the present sources: beside this file, or in the cache."""
+    """Return a file built from exactly the present sources: beside this file, or in the cache."""
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"{library.name}{suffix}"
         if path.exists():
@@ -164,7 +164,7 @@ def _cache_path() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a file or folder exists and only this user could have written to it."""
+    """Return whether a file or folder exists and only this user could have written to it."""
     try:
         mode, owner = path.lstat().st_mode, path.lstat().st_uid
     except OSError:
@@ -174,7 +174,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """Create and return the cache folder; refuse a folder in which another user could write."""
+    """Create and return the cache folder. Refuse a folder in which another user could write."""
     path = _cache_path()
     cure = "set XDG_CACHE_HOME to a folder that only you can write to"
     try:
@@ -193,15 +193,15 @@ def _cache_folder() -> Path:
 
 
 def _command(library: Library) -> list[str]:
-    """The command line of the compiler, without the output file."""
+    """Return the command line of the compiler, without the output file."""
     variable, *programs = library.compilers
     value = os.environ.get(variable)
     compiler = shlex.split(value) if value else [p for p in programs if shutil.which(p)][:1]
     if not compiler or shutil.which(compiler[0]) is None:
         language = "C++" if variable == "CXX" else "C"
         raise BuildFailed(
-            f"no {language} compiler was found (tried {value or ', '.join(programs)}): install gcc "
-            f"and g++ (apt install g++, dnf install gcc-c++), or set {variable}"
+            f"no {language} compiler was found (tried {value or ', '.join(programs)}). Install gcc "
+            f"and g++ (apt install g++, dnf install gcc-c++), or set {variable}."
         )
     flags = [*library.flags, f'-DTUTTI_SOURCE_HASH="{library.hash}"']
     flags += [f"-isystem{path}" for path in library.include_paths]
@@ -232,10 +232,10 @@ def _compile(library: Library, command: list[str], folder: Path) -> None:
 
 
 def _failure(library: Library, log: Path) -> str:
-    """The compiler's first error, the log file with all of its output, and the cure."""
+    """Return a message with the compiler's first error, the log file and the cure."""
     command, *lines = log.read_text().splitlines()
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
     needs_headers = "Python.h" in first
-    cure = "install the headers of Python (apt install python3-dev)" if needs_headers else "see log"
+    cure = ". Install the headers of Python (apt install python3-dev)." if needs_headers else ""
     compiler = shlex.split(command)[0]
-    return f"{compiler} could not compile {library.name}: {first.strip()} (log: {log}): {cure}"
+    return f"{compiler} could not compile {library.name}: {first.strip()} (log: {log}){cure}"

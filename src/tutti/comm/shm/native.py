@@ -1,4 +1,4 @@
-"""The C core through ctypes; core/tutti_shm.h documents each function.
+"""ctypes bindings of the C core. The functions are documented in core/tutti_shm.h.
 
 Constants (`native.F64`, `native.ALL_REDUCE`, `native.TIMEOUT`, ...) are the TUTTI_* enumerators and
 integer macros of the C headers, which are parsed when this module is imported. The signatures of
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti.comm.shm.jit_build import FOLDER, BuildFailed, built, core_library
+from tutti.comm.shm.jit_build import FOLDER, BuildFailed, build_if_missing, core_library
 from tutti.world.errors import RanksDiffer, UsageError
 
 _HEADERS = ("tutti_shm.h", "ledger.h", "structures.h")
@@ -27,7 +27,11 @@ def _header(name: str) -> str:
 
 
 def _parse_headers() -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """All constants by name without TUTTI_, and the names of each enum in order, in lower case."""
+    """Return (values, enums), which are read from the C headers.
+
+    `values` has the value of each constant, keyed by its name without the prefix TUTTI_. `enums`
+    has, for each enum, the lower-case names of its enumerators in order.
+    """
     values: dict[str, int] = {}
     enums: dict[str, tuple[str, ...]] = {}
     for text in map(_header, _HEADERS):
@@ -50,31 +54,31 @@ KINDS, STATES = _ENUMS["tutti_kind"], _ENUMS["tutti_state"]
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> int:
-        """The value of a constant of the C headers."""
+        """Return the value of a constant of the C headers."""
 
 
 class CoreMissing(UsageError):
-    """The compiled core is missing and cannot be built; the message has the reason and cure."""
+    """The compiled core is missing and cannot be built. The message states how to fix this."""
 
 
 class ShmError(RuntimeError):
-    """An operation of the shm core failed; the message gives the reason."""
+    """An operation of the shm core failed. The message states the reason."""
 
 
 class ShmTimeout(ShmError, TimeoutError):
-    """Some ranks have not arrived in time; the message names them and their locations."""
+    """Some ranks have not arrived in time. The message names them and their locations."""
 
 
 class PeerDied(ShmError):
     """A rank's process has died."""
 
-    rank = -1  # the rank that died; -1 if only the message names it
+    rank = -1  # the rank that died, or -1 if only the message names it
 
 
 class PeerLeft(ShmError):
     """A rank closed the group or heap while other ranks still waited for that rank."""
 
-    rank = -1  # the rank that left; -1 if only the message names it
+    rank = -1  # the rank that left, or -1 if only the message names it
 
 
 class GroupClosed(ShmError):
@@ -82,11 +86,11 @@ class GroupClosed(ShmError):
 
 
 class ShmNoMemory(ShmError, MemoryError):
-    """Shared memory could not be reserved; the message gives the number of bytes needed."""
+    """Shared memory could not be reserved. The message states the number of bytes needed."""
 
 
 class ShmRanksDiffer(ShmError, RanksDiffer):
-    """Ranks called different operations, sizes, dtypes or roots; the message names both calls."""
+    """Ranks called different operations, sizes, dtypes or roots. The message names both calls."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -98,7 +102,7 @@ _ERROR_OF_CODE = {_CONSTANTS[name]: error for name, error in _ERRORS.items()}
 
 
 class Operation(ctypes.Structure):
-    """The C struct `tutti_operation`; `operation()` makes one from lists."""
+    """The C struct `tutti_operation`. `operation()` creates one from lists."""
 
     # fmt: off
     _fields_ = (
@@ -111,11 +115,11 @@ class Operation(ctypes.Structure):
     # fmt: on
 
 
-Done = ctypes.CFUNCTYPE(None, c_void_p, ctypes.c_int, c_char_p)
+DoneCallback = ctypes.CFUNCTYPE(None, c_void_p, ctypes.c_int, c_char_p)
 
 
 def _c_type(declared: str) -> object:
-    """The ctypes type of a C declaration, such as `const char *` or `uint64_t count`."""
+    """Return the ctypes type of a C declaration, such as `const char *` or `uint64_t count`."""
     name = declared.replace("*", " ").replace("const", " ").split()[0]
     if "*" in declared:
         return {"char": c_char_p, "tutti_operation": POINTER(Operation)}.get(name, c_void_p)
@@ -124,9 +128,9 @@ def _c_type(declared: str) -> object:
 
 @cache
 def core_path() -> Path:
-    """The file of the compiled core, which is built now if necessary."""
+    """Return the file of the compiled core. Build it if necessary."""
     try:
-        return built(core_library())[0]
+        return build_if_missing(core_library())[0]
     except BuildFailed as error:
         raise CoreMissing(f"the shm core is not built: {error}") from None
 
@@ -143,24 +147,24 @@ def _load(loader: type[ctypes.CDLL]) -> Any:
                 if arguments != "void":
                     function.argtypes = [_c_type(argument) for argument in arguments.split(",")]
     except (OSError, AttributeError) as error:
-        raise CoreMissing(f"{path} cannot be loaded ({error}): delete it to rebuild it") from error
+        raise CoreMissing(f"{path} cannot be loaded ({error}). Delete it to rebuild it.") from error
     return library
 
 
 @cache
 def core() -> Any:
-    """The core, loaded once; a call releases the GIL."""
+    """Return the core, which is loaded once. Calls of its functions release the GIL."""
     return _load(ctypes.CDLL)
 
 
 @cache
 def core_holding_gil() -> Any:
-    """The same core for calls that cannot block: a call keeps the GIL and is 0.2 µs faster."""
+    """Return the same core for calls that cannot block. They keep the GIL and are 0.2 µs faster."""
     return _load(ctypes.PyDLL)
 
 
 def error_for(code: int, text: str | None = None) -> Exception:
-    """The exception for a code; the default text is the last error of the calling thread."""
+    """Return the exception for a code. By default, its text is the thread's last error."""
     if text is None:
         text = (core().tutti_error() or b"").decode(errors="replace")
     return _ERROR_OF_CODE.get(code, ShmError)(text)
@@ -173,7 +177,7 @@ def raise_for(code: int) -> None:
 
 
 def last_error() -> Exception:
-    """The exception for a function that returned NULL in this thread."""
+    """Return the exception for a function that returned NULL in this thread."""
     return error_for(core().tutti_error_code())
 
 
@@ -189,7 +193,7 @@ def operation(
     tag: int = 0,
     where: str = "",
 ) -> Operation:
-    """An operation from lists of (address, bytes); the operation keeps its arrays alive."""
+    """Return an operation made from lists of (address, bytes). It keeps its arrays alive."""
     ins, outs = ins or [], outs or []
     made = Operation(kind, dtype, reduce, root, peer, tag, len(ins), len(outs))
     made.ins = (c_void_p * len(ins))(*(address for address, _ in ins))

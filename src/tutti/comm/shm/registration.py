@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class ShmOptions:
     """`pg_options=` of a group of the shm backend."""
 
-    # For tests of several hosts on one machine: whether a peer's memory can be opened.
+    # Returns whether a peer's memory can be opened. Tests use it to simulate several hosts.
     can_open: Callable[[dict[str, Any]], bool] | None = None
 
 
 def register() -> None:
-    """Register the backend `shm` with torch. Safe to call again."""
+    """Register the backend `shm` with torch. Later calls do nothing."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, "SHM"):
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """torch calls this at the end of `import torch`; an error here would break every program."""
+    """Called by torch at the end of `import torch`. An error here would break every program."""
     try:
         register()
     except Exception as error:
@@ -52,16 +52,16 @@ def autoload() -> None:
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    """The compiled front, with the core loaded; or None and the reason why there is none."""
+    """Return (front, details): the compiled C++ module, or None and the reason."""
     if sys.platform != "linux":
-        return None, f"shm needs memfd and /proc of Linux, this is {sys.platform}"
+        return None, f"shm needs memfd and /proc of Linux, but this is {sys.platform}"
     if not os.path.isdir("/proc/self/fd"):
-        return None, "shm needs /proc to open the memory of other ranks: mount it"
+        return None, "shm needs /proc to open the memory of other ranks, but /proc is not mounted"
     from tutti.comm.shm import native
-    from tutti.comm.shm.jit_build import BuildFailed, built, core_library, front_library
+    from tutti.comm.shm.jit_build import BuildFailed, build_if_missing, core_library, front_library
 
     try:
-        core, front = built(core_library(), front_library())
+        core, front = build_if_missing(core_library(), front_library())
         spec = importlib.util.spec_from_file_location("tutti.comm.shm._front", front)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -82,7 +82,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def available() -> tuple[bool, str]:
-    """Whether the backend can be used here, and details, or the reason why it cannot be used.
+    """Return (usable, details): whether the backend can be used here, and details or the reason.
 
     The first call may compile the backend.
     """
@@ -91,7 +91,7 @@ def available() -> tuple[bool, str]:
 
 
 def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
-    """The address of the core's group behind a process group; None if shm is not its CPU backend.
+    """Return the address of the core's group, or None if shm is not the group's CPU backend.
 
     The result is also None for a process group over several hosts, which has one core group per
     host, with different rank numbers.
@@ -100,7 +100,7 @@ def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
 
 
 def hosts(group: "dist.ProcessGroup | None" = None) -> int:
-    """The number of hosts of a group that uses shm; 1 for every other group."""
+    """Return the number of hosts of a group that uses shm, or 1 for every other group."""
     return int(getattr(_cpu_backend(group), "hosts", 1))
 
 
@@ -119,7 +119,7 @@ def _cpu_backend(group: "dist.ProcessGroup | None") -> Any:
 def set_where(where: Callable[[], str] | None) -> None:
     """Set the function that returns the call site, so that errors name each rank's call site.
 
-    The function is called in every operation, which takes time; None removes the function.
+    The function is called in every operation, which takes time. None removes the function.
     """
     module, _ = _load()
     if module is not None:
@@ -127,7 +127,7 @@ def set_where(where: Callable[[], str] | None) -> None:
 
 
 def _create(options: Any, pg_options: Any) -> Any:
-    """torch calls this for every new group that has an shm part."""
+    """Return the backend of a new group. torch calls this if the group has an shm part."""
     from tutti.comm.shm.connect import make
 
     return make(

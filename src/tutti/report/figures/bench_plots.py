@@ -74,7 +74,7 @@ def _pair_matrix(rows: list[Row], size: int) -> Iterator[Figure]:
 
 
 def symmetric(result: Result) -> Iterator[Figure]:
-    """Time of one-sided operations and of data structures in symmetric memory."""
+    """Yield time of one-sided operations and of data structures in symmetric memory."""
     rows = result.content["rows"]
     labels = [f"{row['name']} {format_bytes(row['bytes'])}, {row['backend']}" for row in rows]
     bounds = [(row["p50_us"], row["p50_us"], row["p99_us"]) for row in rows]

@@ -62,7 +62,7 @@ def parity(result: Result) -> Iterator[Figure]:
 
 
 def topology(result: Result) -> Iterator[Figure]:
-    """The picture of `tutti topo`, and every link in a table.
+    """Yield the picture of `tutti topo`, and every link in a table.
 
     Only machines recorded in the file are drawn, not the machine that creates the page.
     """
@@ -80,7 +80,7 @@ def topology(result: Result) -> Iterator[Figure]:
 
 
 def checks(result: Result) -> Iterator[Figure]:
-    """The checks of `tutti doctor`: failures first, with their cures."""
+    """Yield the checks of `tutti doctor`: failures first, with their cures."""
     rows = result.content["checks"]
     count = Counter(row["status"] for row in rows)
     order = [name for name in _STATUS_COLOURS if name in count]
@@ -120,7 +120,7 @@ def result_tables(result: Result) -> Iterator[Figure]:
 
 
 def environments(sources: ReportSources) -> Iterator[Figure]:
-    """A table for each machine, then the commands and variables of each source."""
+    """Yield a table for each machine, then the commands and variables of each source."""
     machines: list[tuple[dict[str, Any], list[str]]] = []
     commands, variables = [], []
     for source in sources.all:

@@ -12,7 +12,7 @@ from tutti.report.summary import learning_rate_rows, scale_rows
 
 
 def scaling(result: Result) -> Iterator[Figure]:
-    """The figures of one scaling series, or of all flags of a sweep."""
+    """Yield the figures of one scaling series, or of all flags of a sweep."""
     content, variants = result.content, scale_rows(result)
     if variants:
         rows = [{"variant": flags, **row} for flags in variants for row in variants[flags]]
@@ -142,7 +142,7 @@ def learning_rates(result: Result) -> Iterator[Figure]:
 
 
 def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
-    """A figure whose first column, the flags, is dropped if no row has flags."""
+    """Return a figure whose first column, the flags, is dropped if no row has flags."""
     made = plot.figure(key, rows, *parts, **words)
     if any(row["variant"] for row in rows):
         return made
@@ -152,7 +152,7 @@ def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
 def _curves(
     variants: dict[str, list[Row]], key: str, factor: float, hover: str
 ) -> list[dict[str, Any]]:
-    """A curve for each variant, with error bars to the quartiles."""
+    """Return a curve for each variant, with error bars to the quartiles."""
     curves = []
     for number, (flags, rows) in enumerate(variants.items()):
         up, down = [], []

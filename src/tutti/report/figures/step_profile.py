@@ -32,7 +32,7 @@ def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
 def _rank_bars(
     rows: list[Row], name: str, source: str, colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """A bar for each rank; `source` as for `plot.column`."""
+    """Return a bar for each rank; `source` as for `plot.column`."""
     labels = [f"rank {row['rank']}" for row in rows]
     return plot.bar(name, labels, column(rows, source), colour, unit, **more)
 
@@ -43,7 +43,7 @@ def _bars_height(rows: Sequence[Any], pixels: int = 34) -> int:
 
 
 def parts(run: Run) -> Iterator[Figure]:
-    """The parts of a step on each rank, in per cent and in milliseconds."""
+    """Yield the parts of a step on each rank, in per cent and in milliseconds."""
     profile = run.profile or {}
     rows, left_out = _drawn_ranks(profile)
     steps = max(row["steps"] for row in rows)
@@ -65,7 +65,7 @@ def parts(run: Run) -> Iterator[Figure]:
 
 
 def waits(run: Run) -> Iterator[Figure]:
-    """Which rank waited for which other rank, and the stragglers."""
+    """Yield which rank waited for which other rank, and the stragglers."""
     profile = run.profile or {}
     ranks = [row["rank"] for row in profile["ranks"]]
     if len(ranks) < 2:
@@ -122,7 +122,7 @@ def _stragglers(rows: list[Row], ranks: int) -> Figure:
 
 
 def utilization(run: Run) -> Iterator[Figure]:
-    """The share of the step in which each rank computes."""
+    """Yield the share of the step in which each rank computes."""
     profile = run.profile or {}
     rows, left_out = _drawn_ranks(profile)
     imbalance = _imbalance([row["busy"] for row in profile["ranks"]])
@@ -167,7 +167,7 @@ def _imbalance(values: list[float]) -> str:
 
 
 def overlap(run: Run) -> Iterator[Figure]:
-    """How much communication is hidden, and how much of a step moves data, on each rank."""
+    """Yield how much communication is hidden, and how much of a step moves data, on each rank."""
     profile = run.profile or {}
     if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
         return

@@ -34,7 +34,7 @@ class _Bar(NamedTuple):
 
 
 def timeline(run: Run) -> Iterator[Figure]:
-    """The step of median length; needs the traces, not only the JSON of `tutti profile`."""
+    """Yield the step of median length; needs the traces, not only the JSON of `tutti profile`."""
     if run.explanation is None:
         return
     number, steps = _median_step(run.explanation)
@@ -96,7 +96,7 @@ def _median_step(explanation: Explanation) -> tuple[int, dict[int, Step]]:
 def _part_bars(
     trace: RankTrace, split: StepBreakdown, begin: float, end: float, shortest: float
 ) -> Iterator[_Bar]:
-    """The parts of a step in three lanes."""
+    """Yield the parts of a step in three lanes."""
     parts = split.intervals
     in_step = [c for c in trace.collectives if c.end > begin and c.arrival < end]
     for lane, part, intervals, details in (
@@ -123,7 +123,7 @@ def _part_bars(
 
 
 def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]:
-    """The intervals, joined over pauses of at most `shortest` seconds."""
+    """Return the intervals, joined over pauses of at most `shortest` seconds."""
     if not len(intervals.starts):
         return []
     pauses = intervals.starts[1:] - intervals.ends[:-1] > shortest

@@ -17,7 +17,7 @@ _Points = list[tuple[float, float]]
 
 
 def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
-    """The runs in a table, and the differences of their recipes if there are several."""
+    """Yield the runs in a table, and the differences of their recipes if there are several."""
     if not runs:
         return
     rows: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
-    """The steps of several profiled runs: the mean over ranks of each part."""
+    """Yield the steps of several profiled runs: the mean over ranks of each part."""
     profiled = {run.name: run.profile["ranks"] for run in runs if run.profile is not None}
     if len(profiled) < 2:
         return
@@ -86,7 +86,7 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def loss(runs: Sequence[Run]) -> Iterator[Figure]:
-    """The loss of all runs in one plot; then the accuracy of evaluated runs."""
+    """Yield the loss of all runs in one plot; then the accuracy of evaluated runs."""
     traces: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     has_tests = any(metric(run, "test_loss") for run in runs)
@@ -113,7 +113,7 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Samples per second of the runs, then the share of time that each rank waits."""
+    """Yield samples per second of the runs, then the share of time that each rank waits."""
     rates = {run.name: plot.thin(metric(run, "samples_per_s")) for run in runs}
     yield from _step_curves("throughput", rates, plot.axis("samples/s", rangemode="tozero"))
     for run in runs:
