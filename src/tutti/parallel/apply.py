@@ -38,7 +38,6 @@ from tutti.parallel.sharding_rules import (
     splits_sequence,
 )
 from tutti.parallel.sync_batchnorm import convert_batchnorms
-from tutti.parallel.teaching import DataParallel, Scratch
 from tutti.parallel.tensor import check_sequence, overlap_matrix_products, tensor_parallel
 from tutti.world.errors import UsageError
 from tutti.world.placement import return_freed_memory
@@ -220,6 +219,8 @@ def build_engine(
             return Engine(model, world, f"single: one rank on {world.device}, no communication")
         if options.engine == "ddp":
             return Ddp(model, world, options)
+        from tutti.parallel.teaching import DataParallel, Scratch  # only runs that show them
+
         if options.engine == "dataparallel":
             return DataParallel(model, world)
         return Scratch(model, world, options.scratch_reduce, options.find_unused)

@@ -18,7 +18,6 @@ from tutti.world import liveness, placement
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, RanksDiffer, UsageError, checked_seconds
 from tutti.world.exchange import name_ranks
 from tutti.world.failure import FailureHandler, print_usage_errors
-from tutti.world.gpu_sharing import shared_gpu_variables
 from tutti.world.launchers import identify
 from tutti.world.rendezvous import (
     Rendezvous,
@@ -190,6 +189,8 @@ def init(
     if backend == "shm":
         variables["DDP_DISABLE_COMM_MEM"] = "0"  # DDP allocates its buckets in shared memory
     if max(place.ranks_on_gpu for place in places) > 1:
+        from tutti.world.gpu_sharing import shared_gpu_variables
+
         one_machine = len({place.machine for place in places}) == 1
         variables |= shared_gpu_variables(rank, one_machine)
     variables = {name: value for name, value in variables.items() if name not in env}
