@@ -47,5 +47,5 @@ def test_allocations_never_overlap_and_all_memory_is_freed(
 def test_a_full_heap_names_wanted_and_free_bytes() -> None:
     allocator = Allocator(1024)
     allocator.allocate(512)
-    with pytest.raises(UsageError, match=r"no room for 600 bytes.*1024 bytes 512 are free"):
+    with pytest.raises(UsageError, match=r"no room for 600 bytes.*1024 bytes, 512 are free"):
         allocator.allocate(600)

@@ -295,7 +295,7 @@ def staged(world: Any) -> None:
 
 
 def refusals(world: Any) -> None:
-    with pytest.raises(UsageError, match="does not serve device"):
+    with pytest.raises(UsageError, match="does not support device"):
         symmetric.Heap(backend="shm")
     if world.size > 1:  # torch's NVSHMEM crashes where ranks share a GPU
         with pytest.raises(UsageError, match="nvshmem"):

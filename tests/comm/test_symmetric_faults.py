@@ -188,7 +188,9 @@ class OtherHostRendezvous(HeapRendezvous):
 
 
 def test_ranks_on_different_hosts_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"rank 0 is on ox, rank 1 on owl: make a group per host"):
+    with pytest.raises(
+        UsageError, match=r"rank 0 is on ox and rank 1 is on owl: make a group per host"
+    ):
         cpu_heap._open_segments(OtherHostRendezvous("there"), native.core(), 4096, 1, 1)
     with pytest.raises(UsageError, match=r"rank 0 cannot open the memory of rank 1 \(process 1 on"):
         cpu_heap._open_segments(OtherHostRendezvous("here"), native.core(), 4096, 1, 1)

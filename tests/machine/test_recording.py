@@ -31,7 +31,7 @@ def unknown_paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def unexplained(machine: Machine) -> list[str]:
-    return [path for path in unknown_paths(machine) if machine.why(path) is None]
+    return [path for path in unknown_paths(machine) if machine.reason_unknown(path) is None]
 
 
 # --- observing ---------------------------------------------------------------------------------
@@ -45,8 +45,10 @@ def test_without_sys_and_proc_everything_is_unknown_with_a_reason(tmp_path: Path
     machine = observe(tmp_path)
     assert unexplained(machine) == []
     assert machine.pci == () and machine.nics == () and machine.numa == ()
-    assert machine.why("nics") == "/sys/class/net is empty or does not exist"
-    assert machine.why("memory.total_bytes") == "/proc/meminfo: No such file or directory"
+    assert machine.reason_unknown("nics") == "/sys/class/net is empty or does not exist"
+    assert (
+        machine.reason_unknown("memory.total_bytes") == "/proc/meminfo: No such file or directory"
+    )
 
 
 def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ def test_acs_redirect_is_read_from_the_configuration_space_of_bridges(box: Machi
         "0000:17:02.0": False,
     }
     hidden = [number for number, each in enumerate(box.pci) if each.address == "0000:17:00.0"]
-    assert "only root" in (box.why(f"pci[{hidden[0]}].acs_redirect") or "")
+    assert "only root" in (box.reason_unknown(f"pci[{hidden[0]}].acs_redirect") or "")
 
 
 def test_nics_and_bonds_are_distinguished_and_nics_have_their_rdma_device(box: Machine) -> None:
@@ -231,9 +233,12 @@ def test_the_list_of_nvlinks_ends_at_the_first_invalid_index(with_nvml: Machine)
 
 def test_a_value_that_nvml_does_not_report_is_unknown_with_its_error(with_nvml: Machine) -> None:
     assert with_nvml.accelerators[0].temperature_c is None
-    assert with_nvml.why("accelerators[0].temperature_c") == "NVML Temperature: Not Supported"
+    assert (
+        with_nvml.reason_unknown("accelerators[0].temperature_c")
+        == "NVML Temperature: Not Supported"
+    )
     assert with_nvml.accelerators[0].compute_mode is None
-    assert "Function Not Found" in (with_nvml.why("accelerators[0].compute_mode") or "")
+    assert "Function Not Found" in (with_nvml.reason_unknown("accelerators[0].compute_mode") or "")
     assert unexplained(with_nvml) == []
 
 
@@ -276,7 +281,7 @@ def test_a_field_missing_in_the_file_is_unknown() -> None:
     del values["limits"]["memlock_bytes"]
     machine = Machine.from_json(values)
     assert machine.limits.memlock_bytes is None
-    assert machine.why("limits.memlock_bytes") == "not in the recorded file"
+    assert machine.reason_unknown("limits.memlock_bytes") == "not in the recorded file"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def _eviction(heap: symmetric.Heap) -> None:
         if heap.rank == 0:
             for number in range(3):
                 store.put(f"a{number}", filled(number))
-            with pytest.raises(UsageError, match=r"of 3 slots 3 hold adapters that were put here"):
+            with pytest.raises(UsageError, match=r"of 3 slots, 3 hold adapters that were put here"):
                 store.put("a3", filled(3))
         heap.barrier()
         if heap.rank:
@@ -82,7 +82,7 @@ def _eviction(heap: symmetric.Heap) -> None:
             with store.active() as held:
                 store.activate("a1")
                 if heap.rank == 1:  # one was put here, one is active, one is pinned
-                    with pytest.raises(UsageError, match="of 3 slots 1 hold adapters"):
+                    with pytest.raises(UsageError, match="of 3 slots, 1 hold adapters"):
                         store.activate("a2")
                 else:
                     store.activate("a2")
@@ -117,12 +117,12 @@ def _versions(heap: symmetric.Heap) -> None:
         assert holds(store.active(), 2) and store.active().version == 2
         wrong = filled(1) | {"up": torch.zeros(3)}
         with pytest.raises(
-            UsageError, match=r"'y': up is torch.float32 of \(3,\), the template has"
+            UsageError, match=r"'y': up is torch.float32 of \(3,\), but the template has"
         ):
             store.put("y", wrong)
         with pytest.raises(UsageError, match="scale is missing"):
             store.put("y", {name: wrong[name] for name in ("up", "down")} | {"up": filled(1)["up"]})
-        with pytest.raises(UsageError, match="1 to 120 are allowed"):
+        with pytest.raises(UsageError, match="1 to 120 bytes"):
             store.activate("n" * 121)
         heap.barrier()
     with pytest.raises(UsageError, match="this AdapterStore is closed"):

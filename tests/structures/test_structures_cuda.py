@@ -122,7 +122,7 @@ def caches(heap: symmetric.Heap) -> None:
 
 def refusals(heap: symmetric.Heap) -> None:
     for create in (lambda: HashMap(heap, 10), lambda: ParameterCache(heap, 10, 10)):
-        with pytest.raises(UsageError, match="works on CPU heaps only, this heap is on cuda"):
+        with pytest.raises(UsageError, match="needs a CPU heap, but this heap is on cuda"):
             create()
 
 

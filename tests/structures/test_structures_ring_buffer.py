@@ -82,7 +82,7 @@ def _full_and_empty(heap: symmetric.Heap) -> None:
             first = [ring.try_get() for _ in range(4)]
             assert [None if item is None else int(item[0]) for item in first] == [0, 1, 2, None]
             with pytest.raises(
-                symmetric.Timeout, match="slot 3 of a ring from rank 0: rank 0 is alive"
+                symmetric.Timeout, match="slot 3 of a ring from rank 0, but rank 0 is alive"
             ):
                 ring.get(timeout=0.05)
         heap.barrier()
@@ -100,16 +100,16 @@ def _ends_and_mistakes(heap: symmetric.Heap) -> None:
             ring.put(torch.ones(2))
             ring.put(torch.ones(2))
             ring.finish()
-            with pytest.raises(UsageError, match="put after finish"):
+            with pytest.raises(UsageError, match=r"put: .* finish\(\)"):
                 ring.put(torch.ones(2))
             with pytest.raises(
-                UsageError, match=r"get on rank 0.*rank 0 produces, rank 1 consumes"
+                UsageError, match=r"get on rank 0.*producer is rank 0 and the consumer is rank 1"
             ):
                 ring.get()
         elif heap.rank == 1:
             assert sum(int(item.sum()) for item in ring) == 4
         else:
-            with pytest.raises(UsageError, match=r"put on rank 2.*rank 0 produces"):
+            with pytest.raises(UsageError, match=r"put on rank 2.*producer is rank 0"):
                 ring.put(torch.ones(2))
     with RingBuffer(heap, 0, 1, 2, (2,)) as ring:
         if heap.rank == 0:
@@ -122,7 +122,7 @@ def _ends_and_mistakes(heap: symmetric.Heap) -> None:
             ring.get()
             time.sleep(0.05)
             ring.cancel()
-            with pytest.raises(UsageError, match="get after cancel"):
+            with pytest.raises(UsageError, match=r"get: .* cancel\(\)"):
                 ring.get()
     for ends in ((0, 0), (0, heap.size)):
         with pytest.raises(UsageError, match="two different ranks"):

@@ -74,9 +74,11 @@ def _rows_move_and_mistakes_are_named(heap: symmetric.Heap) -> None:
         assert out[:, 0].tolist() == [9, 1]
         assert table.gather(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
         for bad in (-1, 10):
-            with pytest.raises(IndexError, match=f"row {bad}: the rows are 0 to 9"):
+            with pytest.raises(IndexError, match=f"row {bad} does not exist: the rows are 0 to 9"):
                 table.scatter_add(torch.tensor([0, bad]), torch.ones(2, 4))
-        with pytest.raises(UsageError, match=r"values is torch.float32 of shape \(2, 3\)"):
+        with pytest.raises(
+            UsageError, match=r"values must be .* got torch.float32 of shape \(2, 3\)"
+        ):
             table.scatter(torch.tensor([0, 1]), torch.ones(2, 3))
         heap.barrier()
         assert table.to_full()[:, 0].tolist() == list(range(10)), "a refused call changed the table"
@@ -124,12 +126,12 @@ def _published_rows_are_found(heap: symmetric.Heap) -> None:
         peer = (heap.rank + 1) % heap.size
         with pytest.raises(UsageError, match=f"row {peer}, which rank {peer} owns"):
             cache.publish(peer, out)
-        with pytest.raises(UsageError, match=r"row is torch.float32 of shape \(3,\)"):
+        with pytest.raises(UsageError, match=r"row must be .* got torch.float32 of shape \(3,\)"):
             cache.publish(heap.rank, out.float())
         with pytest.raises(IndexError, match="row 9"):
             cache.lookup(9)
         with pytest.raises(
-            symmetric.Timeout, match=f"version 99 of row {peer}: rank {peer} is alive"
+            symmetric.Timeout, match=f"version 99 of row {peer}.* rank {peer} is alive"
         ):
             cache.wait_for(peer, 99, timeout=0.05)
         heap.barrier()

@@ -44,7 +44,7 @@ class RankControl:
         self.stop_requested = False  # on this rank; check_stop informs the others
 
     def check_stop(self) -> bool:
-        """Wait for all ranks. Returns True on all ranks if any rank received a stop signal."""
+        """Wait for all ranks. Return True on all ranks if any rank received a stop signal."""
         return self.max_over_ranks([float(self.stop_requested)])[0] > 0
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
@@ -93,7 +93,7 @@ class RankControl:
 
 
 def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Run `action` on every rank; returns (result, ""), or (None, reason) if any rank failed.
+    """Run `action` on every rank, and return (result, ""), or (None, reason) if any rank failed.
 
     Collective. Only exceptions that a backend raises for an unsupported call are caught.
     """

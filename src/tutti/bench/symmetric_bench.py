@@ -51,7 +51,7 @@ class Probe:
     wrong: int = 0  # wrong results, over all rounds and ranks
 
     def runs_on(self, rank: int) -> bool:
-        """Whether this rank makes the call and checks the result."""
+        """Return whether this rank makes the call and checks the result."""
         return self.all_ranks or rank < (2 if self.one_way else 1)
 
 
@@ -108,7 +108,7 @@ class SymmetricBench:
         self.report(self.rows)
 
     def _warm_up(self, probe: Probe) -> str:
-        """Choose the number of calls per round. Returns the reason if a call failed, else ""."""
+        """Choose the number of calls per round. Return the reason if a call failed, else ""."""
         device = self.world.device
 
         def first_call() -> None:

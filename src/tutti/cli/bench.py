@@ -51,7 +51,7 @@ kinds:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     if arguments[:1] in (["-h"], ["--help"]):
         rows = "\n".join(f"  {name:<12} {description}" for name, description in _KINDS.items())
         print(_USAGE.format(kinds=rows))
@@ -132,7 +132,7 @@ def expect_flag(
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Return whether a launcher started this process as a rank."""
     return identify(os.environ).launcher != "python"
 
 
@@ -147,7 +147,7 @@ def default_ranks(options: RankFlags) -> int:
 def start_ranks(
     kind: str, arguments: Sequence[str], options: RankFlags, ranks: int | None = None
 ) -> int:
-    """Run `tutti bench KIND` again in local ranks; returns the exit code."""
+    """Run `tutti bench KIND` again in local ranks, and return the exit code."""
     return LocalWorld(
         command=[sys.executable, "-m", "tutti", "bench", kind, *arguments],
         ranks=default_ranks(options) if ranks is None else ranks,

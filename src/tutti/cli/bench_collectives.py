@@ -62,7 +62,7 @@ class Collectives(bench.ExpectFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     options = bench.parse_flags(Collectives, "collectives", arguments)
     ops, sizes, backends = _check(options)
     expectation = bench.expect_flag(options, "collectives")
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
-    """Check the flags before ranks are started. Returns operations, sizes and backends."""
+    """Check the flags before ranks are started. Return operations, sizes and backends."""
     ops = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
     for name in ops:
         if name not in OPERATIONS:

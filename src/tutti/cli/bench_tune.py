@@ -33,7 +33,7 @@ class Tune(bench.RankFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     options = bench.parse_flags(Tune, "tune", arguments)
     sizes = bench.sizes_flag(options.sizes)
     if not bench.is_rank():
@@ -101,7 +101,7 @@ def _measure(
 
 
 def _save_table(options: Tune, world: "World", rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Print and save the table. Returns the table and the path of its file, for JSON."""
+    """Print and save the table. Return the table and the path of its file, for JSON."""
     from tutti.bench.collectives.interleaved_sweep import path_measurements, smooth_choice
     from tutti.comm.path_selection import fastest, save
 

@@ -149,12 +149,14 @@ def _unwrapped_lines(topology: Topology, width: int) -> Iterator[str]:
         yield from _matrix_lines(topology, width)
         yield ""
         for number, gpu in enumerate(topology.gpus):
-            yield from _gpu_lines(topology, gpu, machine.why(f"accelerators[{number}].nvlinks"))
-    elif reason := machine.why("accelerators"):
+            yield from _gpu_lines(
+                topology, gpu, machine.reason_unknown(f"accelerators[{number}].nvlinks")
+            )
+    elif reason := machine.reason_unknown("accelerators"):
         yield f"no GPU: {reason}"
     yield ""
     if not machine.numa:
-        yield f"NUMA nodes unknown: {machine.why('numa')}"
+        yield f"NUMA nodes unknown: {machine.reason_unknown('numa')}"
         yield f"CPUs {machine.cpus.allowed} may be used"
     for node in machine.numa:
         cpus, distances = node.cpus or "none", node.distances
@@ -165,7 +167,7 @@ def _unwrapped_lines(topology: Topology, width: int) -> Iterator[str]:
     for nic in topology.interfaces:
         yield from _nic_lines(topology, nic)
     if not topology.interfaces:
-        yield f"no NIC: {machine.why('nics') or 'only virtual interfaces'}"
+        yield f"no NIC: {machine.reason_unknown('nics') or 'only virtual interfaces'}"
     if topology.gpus:
         yield ""
         yield from _legend_lines(topology)

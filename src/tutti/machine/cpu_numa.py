@@ -1,4 +1,4 @@
-"""CPUs, NUMA nodes and memory of the host; CPU affinity, ulimits and cgroup of this process."""
+"""CPUs, NUMA nodes and memory of the host, and CPU affinity, ulimits and cgroup of a process."""
 
 import math
 import os
@@ -86,18 +86,18 @@ class Limits:
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """The CPUs in the affinity mask of this process."""
+    """Return the CPUs in the affinity mask of this process."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """The CPU quota of the cgroup as a number of CPUs, rounded up; None if there is no quota."""
+    """Return the cgroup's CPU quota as a number of CPUs, rounded up, or None without a quota."""
     cpus = _cgroup_cpus(SysFiles(root=root))
     return max(1, math.ceil(cpus)) if isinstance(cpus, int | float) else None
 
 
 def read_limits(files: SysFiles) -> Limits:
-    """The limits of this process."""
+    """Return the limits of this process."""
     shm, shm_free = None, None
     try:
         stat = os.statvfs(files.root / "dev/shm")
@@ -130,7 +130,7 @@ def _soft_limit(kind: int) -> Limit:
 
 
 def _cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"]:
-    """The lowest CPU quota of this process's cgroup and its parents, as a number of CPUs.
+    """Return the lowest CPU quota of this process's cgroup and its parents, as a number of CPUs.
 
     cgroup v2 has one file `cpu.max` that contains `quota period` or `max period`. cgroup v1 has one
     file for the quota and one for the period; a quota of -1 means unlimited.
@@ -158,7 +158,7 @@ def _cgroup_memory(files: SysFiles) -> Limit:
 
 
 def _cgroup_directories(files: SysFiles, controller: str) -> list[str]:
-    """The directories of this process's cgroup and its parents.
+    """Return the directories of this process's cgroup and its parents.
 
     The empty controller name "" stands for the cgroup v2 hierarchy.
     """
@@ -166,8 +166,8 @@ def _cgroup_directories(files: SysFiles, controller: str) -> list[str]:
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             base = f"{_CGROUP}/{controller}" if controller else _CGROUP
-            own = PurePosixPath(path)
-            return [f"{base}{directory}".rstrip("/") for directory in (own, *own.parents)]
+            cgroup = PurePosixPath(path)
+            return [f"{base}{directory}".rstrip("/") for directory in (cgroup, *cgroup.parents)]
     return []
 
 
@@ -175,7 +175,7 @@ def _cgroup_directories(files: SysFiles, controller: str) -> list[str]:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parse the kernel's `0-3,8` format."""
+    """Return the CPUs in a list in the kernel's format, such as `0-3,8`."""
     cpus: list[int] = []
     for item in text.strip().split(","):
         if item:
@@ -185,7 +185,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Write CPUs in the kernel's `0-3,8` format."""
+    """Return a list of CPUs in the kernel's format, such as `0-3,8`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -199,7 +199,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 def read_cpus(files: SysFiles) -> Cpus:
-    """The CPUs, from /proc/cpuinfo and /sys/devices/system/cpu."""
+    """Return the CPUs that /proc/cpuinfo and /sys/devices/system/cpu describe."""
     online = files.text(f"{_CPUS}/online", "cpus.threads")
     numbers = parse_cpu_list(online or "")
     topology = [
@@ -226,18 +226,18 @@ def read_cpus(files: SysFiles) -> Cpus:
 
 
 def read_cpu_model(files: SysFiles) -> str | None:
-    """The model name in /proc/cpuinfo."""
+    """Return the model name in /proc/cpuinfo."""
     return files.search(r"^(?:model name|Model)[^:\n]*:(.*)$", "/proc/cpuinfo", "cpus.model")
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
-    """The CPUs of each NUMA node that has CPUs; {0: all allowed CPUs} if /sys shows no nodes."""
+    """Return the CPUs of each NUMA node, or {0: all allowed CPUs} if /sys shows no nodes."""
     nodes = {node.id: parse_cpu_list(node.cpus) for node in read_numa(SysFiles()) if node.cpus}
     return nodes or {0: allowed_cpus()}
 
 
 def read_numa(files: SysFiles) -> tuple[NumaNode, ...]:
-    """The NUMA nodes; () if /sys shows none."""
+    """Return the NUMA nodes, or () if /sys shows none."""
     ids = sorted(int(name[4:]) for name in files.names(_NODES) if re.fullmatch(r"node\d+", name))
     if not ids:
         files.unknown["numa"] = f"{_NODES} is empty or does not exist"
@@ -262,7 +262,7 @@ def read_numa(files: SysFiles) -> tuple[NumaNode, ...]:
 
 
 def read_memory(files: SysFiles) -> Memory:
-    """Host memory, from /proc/meminfo."""
+    """Return the sizes in /proc/meminfo and the setting of transparent huge pages."""
     memory = _parse_meminfo(files.text("/proc/meminfo", "memory"))
     path = "/sys/kernel/mm/transparent_hugepage/enabled"  # always [madvise] never
     transparent_hugepages = files.search(r"\[(\w+)\]", path, "memory.transparent_hugepages")
@@ -283,7 +283,7 @@ def read_memory(files: SysFiles) -> Memory:
 
 
 def _parse_meminfo(text: str | None) -> dict[str, int]:
-    """The values in a meminfo file; sizes are converted from kB to bytes, counts are unchanged.
+    """Return the values in a meminfo file. Sizes are converted from kB to bytes.
 
     A line is `MemTotal: 1024 kB`, with the prefix `Node 0` in the file of a NUMA node.
     """

@@ -1,4 +1,4 @@
-"""Topology: how GPUs and NICs of a host are connected, and which NIC is nearest to which GPU.
+"""Topology: how the GPUs and NICs of a host are connected, and which NICs are nearest to a GPU.
 
 Link classes have the same names as in `nvidia-smi topo -m` (NV18, PIX, PXB, PHB, NODE, SYS). The
 PCIe classes are computed from the PCI paths in /sys, so they need no GPU driver and include NICs.
@@ -60,7 +60,7 @@ class PciPlace(NamedTuple):
 
 
 def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
-    """The PCI path and NUMA node of a device."""
+    """Return the PCI path and NUMA node of a device."""
     on_bus = machine.pci_device(device.pci_address)
     if on_bus is None:
         return PciPlace((), device.numa_node)
@@ -68,7 +68,7 @@ def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
 
 
 def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
-    """The class of the PCIe path between two devices, and the reason for the class.
+    """Return the class of the PCIe path between two devices, and the reason for the class.
 
     A path lists the root complex, a root port, the upstream port and a downstream port of each
     switch, and finally the device. Two devices below one switch share the path up to the switch's
@@ -97,7 +97,7 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
 
 
 def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None, str]:
-    """The number of active NVLinks between two GPUs, their speed, and a description of the path.
+    """Return (number of active NVLinks between two GPUs, speed, description of the path).
 
     The speed is the total of one direction in GB/s.
     """
@@ -110,7 +110,7 @@ def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None,
     count = min(map(len, links))
     if not count:
         return 0, None, ""
-    speeds = [speed for own in links if (speed := _total_speed(own)) is not None]
+    speeds = [speed for group in links if (speed := _total_speed(group)) is not None]
     speed = min(speeds) if len(speeds) == 2 else None
     return count, speed, f"{count} NVLinks through NVSwitches"
 
@@ -180,7 +180,7 @@ class Topology:
 
     @cached_property
     def interfaces(self) -> tuple[Interface, ...]:
-        """RDMA devices, then other physical interfaces; without bonds, bridges and loopback."""
+        """RDMA devices, then other physical interfaces. Bonds, bridges and loopback are omitted."""
         nics = {nic.name: nic for nic in self.machine.nics}
         by_device: dict[str, list[RdmaPort]] = {}
         for port in self.machine.rdma:
@@ -203,7 +203,7 @@ class Topology:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The link of every pair of devices, each pair once; pairs of GPUs come first."""
+        """The link of every pair of devices. Each pair is listed once; pairs of GPUs come first."""
         links = [self._link(a, b) for a, b in combinations(self.devices, 2)]
         return tuple(sorted(links, key=lambda link: (link.a[:3], link.b[:3])))
 
@@ -229,11 +229,11 @@ class Topology:
         return {frozenset((link.a, link.b)): link.link_class for link in self.links}
 
     def link_class(self, a: str, b: str) -> str:
-        """The class of the link between two device ids; X if both ids are the same device."""
+        """Return the class of the link between two device ids, or X if the ids are equal."""
         return "X" if a == b else self._classes[frozenset((a, b))]
 
     def near_nics(self, gpu: Accelerator) -> tuple[Interface, ...]:
-        """The interfaces nearest to a GPU.
+        """Return the interfaces nearest to a GPU.
 
         If the host has RDMA devices, only RDMA devices are considered.
         """
@@ -244,13 +244,13 @@ class Topology:
         return tuple(nic for nic in candidates if classes[nic.id] == nearest)
 
     def near_gpus(self, nic: Interface) -> tuple[Accelerator, ...]:
-        """The GPUs for which this interface is one of the nearest."""
+        """Return the GPUs for which this interface is one of the nearest."""
         return tuple(gpu for gpu in self.gpus if nic in self.near_nics(gpu))
 
     # --- the rows of `tutti topo --json` ---------------------------------------------------------
 
     def to_json(self) -> dict[str, list[dict[str, Any]]]:
-        """The lists devices, links, nics and numa. Every row has the key `host`."""
+        """Return the lists devices, links, nics and numa. Every row has the key `host`."""
         rows = {
             "devices": [*self._cpu_rows(), *self._gpu_rows()],
             "links": [*self._link_rows()],
@@ -261,7 +261,7 @@ class Topology:
         return {name: [host | row for row in rows_of_host] for name, rows_of_host in rows.items()}
 
     def _cpu_rows(self) -> Rows:
-        """One row for each NUMA node with CPUs; a single row if the NUMA nodes are unknown."""
+        """Yield one row for each NUMA node with CPUs, or one row if the NUMA nodes are unknown."""
         machine = self.machine
         memory = machine.memory.total_bytes
         whole_machine = NumaNode(0, machine.cpus.allowed, memory, None, distances=None)
@@ -325,5 +325,5 @@ class Topology:
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
-    """A sort key that places mlx5_2 before mlx5_10."""
+    """Return a sort key that places mlx5_2 before mlx5_10."""
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]

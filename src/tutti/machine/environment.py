@@ -25,7 +25,7 @@ _PER_PROCESS = RECORDED_NAMES["variables"]["per_process"].split()
 
 
 def describe_environment() -> dict[str, Any]:
-    """Hardware, versions and allow-listed variables of this process, ready for JSON."""
+    """Return the hardware, versions and allow-listed variables of this process, for JSON."""
     with nvml() as library:
         count = 0 if library is None else library.nvmlDeviceGetCount()
         handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
@@ -57,7 +57,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a result depends on."""
+    """Return the versions of Python and of the packages that a result depends on."""
     names = ("tutti", "torch", "numpy")
     found = {name: _package_version(name) or "not installed" for name in names}
     return {"python": platform.python_version(), **found}
@@ -72,7 +72,7 @@ def _package_version(name: str) -> str | None:
 
 
 def boot_id() -> str:
-    """The random id that the kernel chose at boot. All containers of a machine have the same id."""
+    """Return the kernel's random boot id, which is the same in all containers of a machine."""
     return SysFiles().text("/proc/sys/kernel/random/boot_id") or "unknown"
 
 
@@ -84,7 +84,7 @@ _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNO
 
 
 def read_variables() -> dict[str, str]:
-    """The allow-listed environment variables of this process."""
+    """Return the allow-listed environment variables of this process."""
     recorded = {*RECORDED_NAMES["variables"]["names"].split(), *_PER_PROCESS}
     prefixes = tuple(RECORDED_NAMES["variables"]["prefixes"].split())
     return {
@@ -96,7 +96,7 @@ def read_variables() -> dict[str, str]:
 
 
 def read_nccl_conf(files: SysFiles) -> dict[str, dict[str, str]]:
-    """The settings in NCCL's configuration files, keyed by file."""
+    """Return the settings in NCCL's configuration files, keyed by file."""
     found = {}
     for path in ("/etc/nccl.conf", str(Path.home() / ".nccl.conf")):
         lines = re.findall(r"(?m)^\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", files.text(path) or "")
@@ -106,7 +106,7 @@ def read_nccl_conf(files: SysFiles) -> dict[str, dict[str, str]]:
 
 
 def read_versions(files: SysFiles) -> dict[str, str]:
-    """Versions of Python, packages, CUDA, NCCL and the driver, without importing torch."""
+    """Return the versions of Python, packages, CUDA, NCCL and driver, without importing torch."""
     names = ("tutti", "torch", "numpy", "nvidia-ml-py", "triton", "mpi4py")
     found = {"python": platform.python_version()} | {name: _package_version(name) for name in names}
     found["nccl"] = _package_version("nvidia-nccl-cu13") or _package_version("nvidia-nccl-cu12")
@@ -128,9 +128,10 @@ def read_versions(files: SysFiles) -> dict[str, str]:
 
 
 def read_name_resolution() -> str:
-    """What the host's own name resolves to: outside, loopback or nothing.
+    """Return the kind of address that the hostname resolves to.
 
-    The address itself is not recorded.
+    The kinds are "loopback", "outside" (any other address) and "nothing" (the name cannot be
+    resolved). The address itself is not recorded.
     """
     try:
         found = socket.getaddrinfo(platform.node(), None, type=socket.SOCK_STREAM)
@@ -142,7 +143,7 @@ def read_name_resolution() -> str:
 
 
 def read_product(files: SysFiles) -> str | None:
-    """Vendor and product name of the machine, as reported by the firmware."""
+    """Return the vendor and product name of the machine, as reported by the firmware."""
     names = [files.text(f"/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name")]
     product = " ".join(name for name in names if name)
     if not product:
@@ -151,7 +152,7 @@ def read_product(files: SysFiles) -> str | None:
 
 
 def read_virtualisation(files: SysFiles) -> str | None:
-    """The name of the hypervisor, or none. On x86, a CPU flag shows whether one is present."""
+    """Return the name of the hypervisor, or "none". On x86, a CPU flag shows a hypervisor."""
     flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
     name = next(
@@ -165,7 +166,7 @@ def read_virtualisation(files: SysFiles) -> str | None:
 
 
 def read_container(files: SysFiles) -> str:
-    """The kind of container, or none.
+    """Return the kind of container, or "none".
 
     Container engines are recognised by the files and environment variables that they set.
     """
@@ -184,7 +185,7 @@ def read_container(files: SysFiles) -> str:
 
 
 def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
-    """Kernel command-line parameters about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
+    """Return the kernel parameters about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
     text = files.text("/proc/cmdline", "kernel_parameters")
     if text is None:
         return None
@@ -193,7 +194,7 @@ def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
 
 
 def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
-    """The loaded kernel modules that drive GPUs and RDMA NICs."""
+    """Return the loaded kernel modules that drive GPUs and RDMA NICs."""
     text = files.text("/proc/modules", "kernel_modules")
     if text is None:
         return None
@@ -202,14 +203,14 @@ def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
 
 
 def read_sysctls(files: SysFiles) -> dict[str, str]:
-    """Kernel settings about TCP buffers, ports, NUMA balancing and memory."""
+    """Return the kernel settings about TCP buffers, ports, NUMA balancing and memory."""
     names = RECORDED_NAMES["kernel"]["sysctls"].split()
     values = {name: files.text(f"/proc/sys/{name.replace('.', '/')}") for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value is not None}
 
 
 def read_iommu_groups(files: SysFiles) -> int | None:
-    """The number of IOMMU groups; 0 means that the IOMMU is off."""
+    """Return the number of IOMMU groups. 0 means that the IOMMU is off."""
     if not files.exists("/sys/kernel/iommu_groups"):
         files.unknown["iommu_groups"] = "/sys/kernel/iommu_groups does not exist"
         return None
@@ -230,7 +231,7 @@ _XID = re.compile(r"NVRM: Xid \(PCI:([^)]+)\): (\d+)")
 
 
 def read_xids(files: SysFiles) -> tuple[Xid, ...] | None:
-    """The Xid errors in the kernel log since boot; None if the log cannot be read."""
+    """Return the Xid errors in the kernel log since boot, or None if the log cannot be read."""
 
     def open_nonblocking(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NONBLOCK)

@@ -142,7 +142,7 @@ class PeerAccess:
 
 
 def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
-    """The number of GPUs visible to CUDA in a process with this environment. Needs no torch."""
+    """Return the number of GPUs visible to CUDA with this environment, without importing torch."""
     env = os.environ if env is None else env
     with nvml() as library:
         if library is not None:
@@ -163,13 +163,13 @@ def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
 
 
 def numa_node_of_gpu(pci_address: str) -> int | None:
-    """The NUMA node of the PCI device at an address; None if the kernel does not report it."""
+    """Return the NUMA node of the PCI device at an address, or None if it is unknown."""
     return SysFiles().numa_node(f"/sys/bus/pci/devices/{pci_address.lower()}")
 
 
 @contextmanager
 def nvml(reasons: dict[str, str] | None = None) -> Iterator[Any]:
-    """The initialised NVML library; None if nvidia-ml-py or the driver is not installed.
+    """Yield the initialised NVML library, or None if nvidia-ml-py or the driver is missing.
 
     If NVML is not available, the reason is added to `reasons` under the key "accelerators".
     """
@@ -226,7 +226,7 @@ class _Query:
     handles: tuple[Any, ...]
 
     def part(self, name: str, *handles: Any) -> "_Query":
-        """A query for the subfield `name`, with additional handles."""
+        """Return a query for the subfield `name`, with additional handles."""
         handles = (*self.handles, *handles)
         return _Query(self.library, self.unknown, f"{self.field}.{name}".lstrip("."), handles)
 
@@ -240,13 +240,13 @@ class _Query:
             return getattr(self.library, f"nvmlDeviceGet{function}")(*self.handles, *arguments)
         except AttributeError:
             self.note(names, f"this nvidia-ml-py has no nvmlDeviceGet{function}")
-        except Exception as error:  # the bindings raise more than NVMLError, without a common base
+        except Exception as error:  # the errors of the bindings have no common base class
             message = str(error).partition("\n")[0].partition(". ")[0]
             self.note(names, f"NVML {function}: {message}")
         return None
 
     def enum(self, name: str, words: dict[int, str], function: str, *arguments: Any) -> Any:
-        """The name of the enum value that an NVML function returns."""
+        """Return the name of the enum value that an NVML function returns."""
         number = self(name, function, *arguments)
         if number is not None and number not in words:
             self.note(name, f"NVML {function} returned {number}")
@@ -268,7 +268,7 @@ class _Query:
 def read_accelerators(
     files: SysFiles, pci: tuple[PciDevice, ...], versions: dict[str, str]
 ) -> tuple[tuple[Accelerator, ...], tuple[PeerAccess, ...]]:
-    """All GPUs of this host, including GPUs hidden by CUDA_VISIBLE_DEVICES.
+    """Return all GPUs of this host, including GPUs hidden by CUDA_VISIBLE_DEVICES.
 
     Adds the driver version and the newest CUDA version that the driver supports to `versions`.
     """
@@ -364,7 +364,7 @@ def _flag(value: int | None) -> bool | None:
 
 
 def _pci_address(info: Any) -> str | None:
-    """The PCI address in the kernel's format 0000:18:00.0; NVML's format is 00000000:18:00.0."""
+    """Return the PCI address in the kernel's format 0000:18:00.0 (NVML: 00000000:18:00.0)."""
     if info is None:
         return None
     text = info.busId if isinstance(info.busId, str) else info.busId.decode()
@@ -403,7 +403,7 @@ def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
 
 
 def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
-    """State and health of the NVSwitch fabric."""
+    """Return the state and health of the NVSwitch fabric."""
     names = "fabric_state fabric_healthy"
     if not hasattr(query.library, "c_nvmlGpuFabricInfoV_t"):
         query.note(names, "this nvidia-ml-py has no nvmlDeviceGetGpuFabricInfoV")

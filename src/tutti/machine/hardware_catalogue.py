@@ -1,4 +1,4 @@
-"""Peak speeds of accelerators and links, and published measurements: hardware_catalogue.toml.
+"""Peak speeds of accelerators and links, and published measurements, in hardware_catalogue.toml.
 
 Every figure has a source. A value that is not in the catalogue is None, because a guess would
 falsify all figures that are derived from it.
@@ -65,7 +65,7 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The content of hardware_catalogue.toml. Raises an error if the file contains a mistake."""
+    """Return the content of hardware_catalogue.toml. Raises an error if the file is wrong."""
     content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     for row in content["accelerator"]:
         row["without"] = tuple(row.get("without", ()))
@@ -80,7 +80,7 @@ def catalogue() -> Catalogue:
 
 
 def accelerator(device_name: str) -> AcceleratorSpec | None:
-    """The specification of a device, found by the name that the driver reports; None if unknown."""
+    """Return the specification of a device by the driver's name of it, or None if unknown."""
     for spec in catalogue().accelerators:
         if spec.name in device_name and not any(part in device_name for part in spec.without):
             return spec
@@ -88,14 +88,14 @@ def accelerator(device_name: str) -> AcceleratorSpec | None:
 
 
 def link(name: str | None) -> LinkSpec | None:
-    """The specification of a link, such as `PCIe5 x16`; None if it is unknown."""
+    """Return the specification of a link, such as `PCIe5 x16`, or None if it is unknown."""
     return next((spec for spec in catalogue().links if spec.name == name), None)
 
 
 def figure(
     device_name: str, op: str, size: int, ranks: int | None = None, timing: str = "back-to-back"
 ) -> Figure | None:
-    """The published figure for this message size or for the next smaller size.
+    """Return the published figure for this message size or for the next smaller size.
 
     The figure for a smaller size is a valid lower bound, because larger messages are no slower.
     """
@@ -112,7 +112,7 @@ def figure(
 
 
 def peak_flops(device_name: str, precision: str, tf32: bool = False) -> tuple[float, str] | None:
-    """The peak FLOP/s of a device and the source of the figure; None if it is unknown."""
+    """Return the peak FLOP/s of a device and the source of the figure, or None if it is unknown."""
     spec = accelerator(device_name)
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""Nic and RdmaPort: network interfaces, and the ports of InfiniBand and RoCE devices."""
+"""Network interfaces (Nic), and the ports of InfiniBand and RoCE devices (RdmaPort)."""
 
 import fcntl
 import re
@@ -76,7 +76,7 @@ _COUNTERS = (*RECORDED_NAMES["rdma"]["error_counters"].split(), *CONGESTION_COUN
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface; None if the interface does not exist or has no address."""
+    """Return the IPv4 address of an interface, or None if there is no interface or address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
             reply = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -86,7 +86,7 @@ def interface_address(name: str) -> str | None:
 
 
 def read_nics(files: SysFiles) -> tuple[Nic, ...]:
-    """All interfaces of this network namespace."""
+    """Return all interfaces of this network namespace."""
     names = [name for name in files.names(_NET) if files.exists(f"{_NET}/{name}/mtu")]
     if not names:
         files.unknown["nics"] = f"{_NET} is empty or does not exist"
@@ -142,7 +142,7 @@ def _kind(files: SysFiles, name: str) -> NicKind:
 
 
 def _read_place(files: SysFiles, link: str, name: str, field: str) -> tuple[str | None, int | None]:
-    """PCI address and NUMA node of the hardware device that a symbolic link points to."""
+    """Return (PCI address, NUMA node) of the hardware device that a symbolic link points to."""
     device = files.target(link)
     if device is None:
         for unknown in ("pci_address", "numa_node"):
@@ -158,7 +158,7 @@ def _read_place(files: SysFiles, link: str, name: str, field: str) -> tuple[str 
 
 
 def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
-    """The address families of each interface; link-local addresses are ignored."""
+    """Return the address families of each interface, without link-local addresses."""
     # IPv4 addresses come from system calls and not from files, so they exist only for this machine.
     if not files.root.samefile("/"):
         return None
@@ -175,7 +175,7 @@ def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
 
 
 def _default_routes(files: SysFiles) -> set[str] | None:
-    """The interfaces that have a default route."""
+    """Return the interfaces that have a default route."""
     text = files.text("/proc/net/route")
     if text is None:
         return None
@@ -190,7 +190,7 @@ def _default_routes(files: SysFiles) -> set[str] | None:
 
 
 def read_rdma(files: SysFiles) -> tuple[RdmaPort, ...]:
-    """All ports of all RDMA devices; () if there are no RDMA devices."""
+    """Return all ports of all RDMA devices, or () if there are no RDMA devices."""
     names = files.names(_RDMA)
     ports = [(name, port) for name in names for port in files.names(f"{_RDMA}/{name}/ports")]
     return tuple(

@@ -28,7 +28,7 @@ class PciDevice:
     """The PCI address in the kernel's format: 0000:18:00.0."""
     kind: Kind
     path: tuple[str, ...]
-    """From the root complex (pci0000:15) through the bridges to the device itself."""
+    """The root complex (pci0000:15), the bridges and the device itself."""
     vendor: str | None
     driver: str | None
     """"" if no driver is bound."""
@@ -36,13 +36,13 @@ class PciDevice:
     local_cpus: str | None
     link: PcieLink | None
     iommu_type: str | None
-    """identity, DMA, DMA-FQ; none if the device is in no IOMMU group."""
+    """identity, DMA or DMA-FQ, or none if the device is in no IOMMU group."""
     acs_redirect: bool | None
     """Whether ACS redirects peer-to-peer traffic to the root complex. Always False for devices
     that are not bridges."""
     correctable_errors: int | None
     uncorrectable_errors: int | None
-    """From Advanced Error Reporting: non-fatal plus fatal errors since boot."""
+    """Non-fatal plus fatal errors since boot, from Advanced Error Reporting."""
 
 
 _DEVICES = "/sys/bus/pci/devices"
@@ -54,7 +54,7 @@ _ACS_REDIRECT = 0b1100  # P2P request redirect and completion redirect, in the c
 
 
 def read_pci(files: SysFiles) -> tuple[PciDevice, ...]:
-    """All GPUs, NICs and NVSwitches, and every bridge above one of them."""
+    """Return all GPUs, NICs and NVSwitches, and every bridge above one of them."""
     addresses = files.names(_DEVICES)
     if not addresses:
         files.unknown["pci"] = f"{_DEVICES} is empty or does not exist"
@@ -69,14 +69,14 @@ def read_pci(files: SysFiles) -> tuple[PciDevice, ...]:
 
 
 def _path(files: SysFiles, address: str) -> tuple[str, ...]:
-    """From the root complex to the device; () if /sys does not show the device."""
+    """Return the path from the root complex to the device, or () if /sys does not show it."""
     parts = (files.target(f"{_DEVICES}/{address}") or "").split("/")
     roots = [index for index, part in enumerate(parts) if re.match(r"pci[0-9a-f]{4,}:", part)]
     return tuple(parts[roots[0] :]) if roots else ()
 
 
 def _kind(files: SysFiles, address: str) -> Kind | None:
-    """The kind of a device; None for kinds that are not recorded.
+    """Return the kind of a device, or None if devices of this kind are not recorded.
 
     PCI class codes: 0300 and 0302 display, 1200 accelerator, 0680 NVSwitch, 02xx network.
     """
@@ -132,7 +132,7 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
         if speed is not None and generation is None:
             files.unknown[f"{field}.{prefix}generation"] = f"{path} contains {speed!r}"
         values[f"{prefix}generation"] = generation
-        # 0: the link is down; 255: a virtual machine without a real link
+        # A width of 0 means that the link is down; virtual machines report 255.
         values[f"{prefix}width"] = files.number(
             f"{directory}/{file}_link_width", f"{field}.{prefix}width", range(1, 255)
         )
@@ -140,7 +140,7 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
 
 
 def _read_acs_redirect(files: SysFiles, path: str, field: str) -> bool | None:
-    """Whether the ACS capability of a bridge redirects peer-to-peer traffic.
+    """Return whether the ACS capability of a bridge redirects peer-to-peer traffic.
 
     ACS is an entry of the list of extended capabilities at byte 256 of the configuration space.
     """

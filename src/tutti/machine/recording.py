@@ -23,7 +23,7 @@ from tutti.machine.sysfs import SysFiles
 
 SCHEMA = "tutti.machine/1"
 
-Kind = TypeVar("Kind")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,18 @@ class Machine:
 
     host: str
     observed_at: str | None
-    """UTC, ISO 8601."""
+    """The time in UTC, in ISO 8601 format."""
     name_resolution: str | None
-    """What the host's own name resolves to: outside, loopback or nothing."""
+    """Kind of address that the hostname resolves to: "loopback", "outside" (any other address) or
+    "nothing" (the name cannot be resolved)."""
     system: str | None
     kernel: str | None
     architecture: str | None
     product: str | None
     virtualisation: str | None
-    """none, or the hypervisor: kvm, microsoft, xen, vmware, …"""
+    """The hypervisor (kvm, microsoft, xen, vmware, …), or none."""
     container: str | None
-    """none, or the kind: docker, podman, kubernetes, …"""
+    """The kind of container (docker, podman, kubernetes, …), or none."""
     cpus: Cpus
     numa: tuple[NumaNode, ...]
     memory: Memory
@@ -73,8 +74,8 @@ class Machine:
     """None if the kernel log cannot be read."""
     unknown: dict[str, str] = field(default_factory=dict)
 
-    def why(self, path: str) -> str | None:
-        """Why a field is unknown: the reason for the field or for a field that contains it."""
+    def reason_unknown(self, path: str) -> str | None:
+        """Return why a field is unknown. The reason may be that of a field that contains it."""
         while path:
             if path in self.unknown:
                 return self.unknown[path]
@@ -82,7 +83,7 @@ class Machine:
         return None
 
     def pci_device(self, address: str | None) -> PciDevice | None:
-        """The PCI device at an address; None if /sys does not contain the device."""
+        """Return the PCI device at an address, or None if /sys does not contain the device."""
         return next((device for device in self.pci if device.address == address), None)
 
     @property
@@ -97,7 +98,10 @@ class Machine:
 
     @classmethod
     def from_json(cls, values: Any) -> "Machine":
-        """Inverse of asdict. A missing field is unknown; a wrong key or type is a ValueError."""
+        """Return a Machine from the result of asdict.
+
+        A missing field is unknown; a wrong key or type raises ValueError.
+        """
         missing: dict[str, str] = {}
         machine = _from_json(cls, values, "", missing)
         machine.unknown.update(missing)
@@ -105,7 +109,7 @@ class Machine:
 
 
 def observe(root: Path = Path("/")) -> Machine:
-    """Observe this host through /sys, /proc and the GPU driver.
+    """Return what /sys, /proc and the GPU driver report about this host.
 
     Values that cannot be read are recorded as unknown; they do not raise an error. For tests,
     `root` is the directory that contains sys and proc.
@@ -150,7 +154,7 @@ def observe(root: Path = Path("/")) -> Machine:
 
 
 def format_machines(machines: Sequence[Machine], command: Sequence[str], note: str) -> str:
-    """The content of a recorded file: one machine per host, and a note about their origin."""
+    """Return the content of a recorded file: one machine per host, and a note on their origin."""
     content = {
         "schema": SCHEMA,
         "note": note,
@@ -161,7 +165,7 @@ def format_machines(machines: Sequence[Machine], command: Sequence[str], note: s
 
 
 def _format(value: Any, depth: int = 0) -> str:
-    """Indented JSON in which every value that fits into 200 characters is on one line."""
+    """Return indented JSON in which every value of at most 200 characters is on one line."""
     text = json.dumps(value)
     if len(text) + depth <= 200 or not isinstance(value, dict | list | tuple):
         return text
@@ -174,7 +178,7 @@ def _format(value: Any, depth: int = 0) -> str:
 
 
 def read_machines(path: Path) -> list[Machine]:
-    """The machines in a recorded file. Raises ValueError with the place and kind of a mistake."""
+    """Return the machines in a recorded file. A ValueError names the place of a mistake."""
     try:
         content = json.loads(path.read_text())
     except UnicodeDecodeError:
@@ -202,8 +206,8 @@ def read_machines(path: Path) -> list[Machine]:
 # --- dataclasses from JSON -----------------------------------------------------------------------
 
 
-def _from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) -> Kind:
-    """Build a dataclass from a dict and check all types.
+def _from_json(kind: type[T], value: Any, path: str, missing: dict[str, str]) -> T:
+    """Return a dataclass instance with the values of a dict, after a check of all types.
 
     An absent field that may be None becomes None, and its path is added to `missing`.
     """
@@ -247,7 +251,7 @@ def _convert(hint: Any, value: Any, path: str, missing: dict[str, str]) -> Any:
         return {k: _convert(arguments[1], v, f"{path}.{k}", missing) for k, v in value.items()}
     if kind is Literal:
         valid, name = value in arguments, " or ".join(map(repr, arguments))
-    else:  # bool is a subclass of int, but not a number here
+    else:  # bool is a subclass of int, but is not accepted as a number
         valid = isinstance(value, (int, float) if kind is float else kind)
         valid = valid and (kind is bool or not isinstance(value, bool))
         name = kind.__name__

@@ -17,12 +17,12 @@ class SysFiles:
         self.root = root
 
     def text(self, path: str, field: str | None = None) -> str | None:
-        """The content of a file, stripped of white space."""
+        """Return the content of a file without white space at its ends."""
         content = self.bytes(path, field)
         return None if content is None else content.decode(errors="replace").strip()
 
     def number(self, path: str, field: str | None = None, valid: range | None = None) -> int | None:
-        """The integer in a file; None if the integer is not in `valid`."""
+        """Return the integer in a file, or None if the integer is not in `valid`."""
         text = self.text(path, field)
         if text is None:
             return None
@@ -37,7 +37,7 @@ class SysFiles:
         return None
 
     def search(self, pattern: str, path: str, field: str | None = None) -> str | None:
-        """The first group of a regular expression in a file."""
+        """Return the first group of a regular expression in a file."""
         text = self.text(path, field)
         found = re.search(pattern, text or "", re.MULTILINE)
         if text is not None and found is None:
@@ -45,11 +45,11 @@ class SysFiles:
         return found[1].strip() if found else None
 
     def numa_node(self, directory: str, field: str | None = None) -> int | None:
-        """The NUMA node of a device. The kernel writes -1 if the firmware does not report it."""
+        """Return the NUMA node of a device, or None if the kernel reports -1 (unknown)."""
         return self.number(f"{directory}/numa_node", field, range(1 << 16))
 
     def bytes(self, path: str, field: str | None = None) -> bytes | None:
-        """The raw content of a file."""
+        """Return the raw content of a file."""
         try:
             return self._local(path).read_bytes()
         except OSError as error:
@@ -57,18 +57,18 @@ class SysFiles:
             return None
 
     def names(self, path: str) -> list[str]:
-        """The sorted names in a directory; [] if the directory cannot be read."""
+        """Return the sorted names in a directory, or [] if the directory cannot be read."""
         try:
             return sorted(os.listdir(self._local(path)))
         except OSError:
             return []
 
     def exists(self, path: str) -> bool:
-        """Whether a file or directory exists."""
+        """Return whether a file or directory exists."""
         return self._local(path).exists()
 
     def target(self, path: str) -> str | None:
-        """The path, relative to `root`, that a symbolic link resolves to; None if there is none."""
+        """Return the path relative to `root` that a symbolic link resolves to, or None."""
         local = self._local(path)
         if not local.exists():
             return None
@@ -78,7 +78,7 @@ class SysFiles:
             return None
 
     def target_name(self, path: str) -> str:
-        """The last part of a symbolic link's target, such as a driver name; "" without a link."""
+        """Return the last part of a symbolic link's target, such as a driver name, or ""."""
         return (self.target(path) or "").rpartition("/")[2]
 
     def _local(self, path: str) -> Path:

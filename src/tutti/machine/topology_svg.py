@@ -17,7 +17,7 @@ _MARGIN = 24
 
 
 def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
-    """An SVG of one or more hosts, one below the other.
+    """Return an SVG of one or more hosts, one below the other.
 
     With `page="any"`, the viewer's `prefers-color-scheme` selects light or dark colours.
     """
@@ -107,7 +107,7 @@ class _Panel:
         self.height = self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN
 
     def _switch_groups(self, numa_nodes: set[int | None]) -> list[_SwitchGroup]:
-        """The devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
+        """Return the devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
         topology = self.topology
         paths = {
             name: pci_place(topology.machine, device).path
@@ -156,7 +156,7 @@ class _Panel:
         legend = "dashed: PCIe root complex; grey: PCIe switch (PIX); number between nodes:"
         if any(group.root for _, groups in self.columns for group in groups):
             yield _text(_MARGIN, y, f"{legend} NUMA distance", "soft")
-        elif reason := machine.why("pci"):
+        elif reason := machine.reason_unknown("pci"):
             yield _text(_MARGIN, y, f"PCI paths unknown: {reason}", "soft")
 
     def _draw_node(
@@ -214,7 +214,7 @@ class _Panel:
             yield from _device(x, self.gpu_top, _GPU_HEIGHT, style, lines, gpu.uuid or "")
 
     def _draw_distance(self, x: float, a: int, b: int) -> Iterator[str]:
-        """A line between two NUMA nodes with their NUMA distance."""
+        """Yield a line between two NUMA nodes with their NUMA distance."""
         y = _TITLE + 22
         yield f'<line class="between" x1="{x:g}" y1="{y}" x2="{x + _GAP:g}" y2="{y}"/>'
         distances = self.nodes[a].distances
@@ -239,10 +239,10 @@ class _Panel:
         yield _text((left + right) / 2, top + 17, name, "name middle")
 
     def _draw_pairs(self) -> Iterator[str]:
-        """An arc for each pair of GPUs. The farther apart the GPUs are, the deeper the arc."""
+        """Yield an arc for each pair of GPUs. Arcs between distant GPUs are deeper."""
         order = sorted(self.centers, key=lambda index: self.centers[index])
         y = self.gpu_bottom
-        most = max((link.nvlinks for link in self.pairs), default=0)
+        max_nvlinks = max((link.nvlinks for link in self.pairs), default=0)
         for link in self.pairs:
             ends = sorted(order.index(int(name.removeprefix("GPU"))) for name in (link.a, link.b))
             distance = ends[1] - ends[0]
@@ -250,7 +250,7 @@ class _Panel:
             spread = 12 + 8 * (distance - 1)
             x1, x2 = self.centers[order[ends[0]]] + spread, self.centers[order[ends[1]]] - spread
             depth = self.node_bottom + 10 + 30 * distance
-            broken = " broken" * (link.nvlinks < most)
+            broken = " broken" * (link.nvlinks < max_nvlinks)
             curve = f"M{x1:g} {y} C{x1:g} {depth} {x2:g} {depth} {x2:g} {y}"
             yield f'<path class="wire{broken}" d="{curve}"/>'
             label_y = y + 0.75 * (depth - y) - 5

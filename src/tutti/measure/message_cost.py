@@ -19,7 +19,7 @@ class Operation:
     name: str
     sharded: bool  # S is the size of the shards of all ranks, `count` the mean elements of a shard
     reduces: bool
-    native: str  # the form that torch.distributed has: "in" for in place, "out" for out of place
+    native: str  # the form in torch.distributed: "in" for in place, "out" for out of place
     placements: tuple[str, ...] = ("out", "in")
     rooted: bool = False  # rank 0 is the root
 
@@ -83,7 +83,7 @@ Row = tuple[float, float, float, float]  # weight, rounds, bytes, seconds
 
 
 def fit_alpha_beta(rows: Sequence[Row]) -> tuple[float, float]:
-    """Fit α and β by weighted least squares, with α ≥ 0 and β ≥ 0.
+    """Return (α, β), fitted by weighted least squares with α ≥ 0 and β ≥ 0.
 
     If bytes are proportional to rounds, the rows cannot separate the two terms, and α is 0. If no
     row has bytes, β is 0.

@@ -27,7 +27,7 @@ def text_width(stream: TextIO | None = None) -> int:
 
 
 def wrap_line(line: str, width: int, indent: str = "#   ") -> Iterator[str]:
-    """Split a line longer than `width`; continuation lines start with `indent`."""
+    """Yield the lines of a line wrapped at `width`. Continuation lines start with `indent`."""
     if len(line) <= width:
         yield line
         return
@@ -65,7 +65,7 @@ def console() -> "Console":
 
 
 def table_fits(table: "Table", on: "Console") -> bool:
-    """Whether the console is wide enough to print every cell of the table on one line."""
+    """Return whether the console is wide enough to print every cell of the table on one line."""
     from rich.measure import Measurement
 
     return Measurement.get(on, on.options.update(max_width=10_000), table).maximum <= on.width

@@ -10,7 +10,7 @@ _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Read `64K` as 65,536 bytes; `64KB` and `64KiB` mean the same. Raises ValueError."""
+    """Return 65,536 for `64K`, `64KB` and `64KiB`. Raises ValueError."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size: write 4, 64K, 1M or 1G (binary units)")
@@ -18,7 +18,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Read a list of sizes and ranges (`4,1K,64K:1M:x4`) into ascending, distinct byte counts.
+    """Return the sizes in a list of sizes and ranges (`4,1K,64K:1M:x4`), ascending and distinct.
 
     A range is FIRST:LAST:STEP. The step `x4` multiplies by 4, and `+1K` adds 1,024. The default
     step is `x2`. Raises ValueError.
@@ -27,7 +27,7 @@ def parse_sizes(text: str) -> list[int]:
     for item in text.split(","):
         sizes.update(_parse_range(item) if ":" in item else [parse_size(item)])
     if min(sizes) < 1:
-        raise ValueError(f"{text}: a message has at least one byte")
+        raise ValueError(f"{text}: a message must have at least one byte")
     return sorted(sizes)
 
 
@@ -43,7 +43,7 @@ def _parse_range(item: str) -> list[int]:
     if step < (1 if adds else 2):
         raise ValueError(f"{item}: with the step {steps[0]} the range never ends")
     if adds and (last - first) // step > 10_000:
-        raise ValueError(f"{item}: more than 10,000 sizes: use a larger step")
+        raise ValueError(f"{item} has more than 10,000 sizes: use a larger step")
     sizes = [first]
     while (following := sizes[-1] + step if adds else sizes[-1] * step) <= last:
         sizes.append(following)
@@ -51,7 +51,7 @@ def _parse_range(item: str) -> list[int]:
 
 
 def format_size(size: int) -> str:
-    """Write 65,536 as `64K`; a size that is not a whole number of units is written in bytes."""
+    """Return `64K` for 65,536. A size that is not a whole number of units is given in bytes."""
     for unit, factor in reversed(_FACTORS.items()):
         if size >= factor and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -59,7 +59,7 @@ def format_size(size: int) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Write a measured size with three digits: 517,552 bytes are `505 KiB`."""
+    """Return a measured size with three digits: 517,552 bytes are `505 KiB`."""
     unit = "B"
     for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
         if size >= 1023.5:
@@ -68,7 +68,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three digits: `1.25 s`, `35.1 ms`, `820 µs`, `90 ns`."""
+    """Return a duration with three digits: `1.25 s`, `35.1 ms`, `820 µs`, `90 ns`."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if abs(seconds) * factor >= 0.9995:
             return f"{three_digits(seconds * factor)} {unit}"
@@ -76,11 +76,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Write a rate with three digits in decimal units: `12.5 GB/s`, `940 MB/s`."""
+    """Return a rate with three digits in decimal units: `12.5 GB/s`, `940 MB/s`."""
     factor, unit = (1e9, "GB/s") if bytes_per_second >= 0.9995e9 else (1e6, "MB/s")
     return f"{three_digits(bytes_per_second / factor)} {unit}"
 
 
 def three_digits(value: float) -> str:
-    """Format a value with three significant digits and no exponent: 0.0246, 3.21, 396, 3072."""
+    """Return a value with three significant digits and no exponent: 0.0246, 3.21, 396, 3072."""
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"

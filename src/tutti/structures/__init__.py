@@ -1,4 +1,4 @@
-"""Data structures in symmetric memory. Each class documents when to use it and when not to.
+"""Data structures in symmetric memory. Each class documents when to use it, and when not.
 
 - DistributedTensor: the rows of a large table, gathered and added to by index
 - HashMap: values under 64-bit keys

@@ -29,13 +29,13 @@ class Slot:
     tensors: dict[str, torch.Tensor]  # views of the slot's memory
     name: str = ""
     version: int = 0  # 0: empty
-    is_original: bool = False  # put on this rank, not fetched: never evicted
+    is_original: bool = False  # the adapter was put on this rank, so it is never evicted
     is_being_written: bool = False
     pins: int = 0
 
 
 class SlotCopy(NamedTuple):
-    """A copy of an adapter in a slot of any rank, as recorded at `sequence`."""
+    """A copy of an adapter in a slot of any rank, at the sequence number `sequence`."""
 
     rank: int
     slot: int
@@ -105,7 +105,7 @@ class AdapterStore(Structure):
     ) -> None:
         super().__init__(heap)
         if slots < 2:
-            raise UsageError(f"slots={slots}: an AdapterStore needs at least 2 slots")
+            raise UsageError(f"an AdapterStore needs at least 2 slots, got slots={slots}")
         if not template:
             raise UsageError("the template is empty: name the tensors of an adapter")
         self.slots = slots
@@ -150,9 +150,10 @@ class AdapterStore(Structure):
     # ---- Putting and fetching ----
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Store an adapter in a slot of this rank; returns its version. Other ranks may fetch it.
+        """Store an adapter in a slot of this rank, and return the adapter's version.
 
-        Only one rank at a time should put a name: of two concurrent puts either may remain.
+        Other ranks may fetch the adapter. Only one rank at a time should put the same name: of two
+        concurrent puts, either may remain.
         """
         self._check_open()
         self._check_adapter(_checked_name(name), tensors)
@@ -191,7 +192,7 @@ class AdapterStore(Structure):
     # ---- Switching ----
 
     def activate(self, name: str, everywhere: bool = False) -> int:
-        """Make an adapter the active one; returns this rank's new epoch.
+        """Make an adapter active, and return this rank's new epoch.
 
         This takes microseconds if the adapter was prefetched; otherwise the call waits for the
         copy. With `everywhere`, every other rank switches at its next call of `active`; call
@@ -202,7 +203,7 @@ class AdapterStore(Structure):
         if not everywhere:
             return self._switch_to(name)
         text = name.encode().ljust(_NAME_BYTES, b"\0")
-        publish = self._quick.tutti_rows_publish
+        publish = self._core_holding_gil.tutti_rows_publish
         number = self._retry(
             lambda: publish(self._announced, 0, text), f"activation of {name!r} everywhere"
         )
@@ -211,14 +212,16 @@ class AdapterStore(Structure):
             return self._switch_to(name)
 
     def active(self) -> Adapter:
-        """The active adapter.
+        """Return the active adapter.
 
         This is the adapter that this rank activated last, or one that another rank has activated
         everywhere since then.
         """
         if self.closed:
             self._check_open()
-        announcement = int(self._quick.tutti_load(self._announcement)) >> native.VERSION_SHIFT
+        announcement = (
+            int(self._core_holding_gil.tutti_load(self._announcement)) >> native.VERSION_SHIFT
+        )
         if announcement > self._followed:
             self._follow()
         if self._current is None:
@@ -247,7 +250,7 @@ class AdapterStore(Structure):
     def _follow(self) -> None:
         """Switch to the adapter that another rank has announced."""
         text = ctypes.create_string_buffer(_NAME_BYTES + 1)
-        address, lookup = ctypes.addressof(text), self._quick.tutti_rows_lookup
+        address, lookup = ctypes.addressof(text), self._core_holding_gil.tutti_rows_lookup
         number = self._retry(
             lambda: lookup(self._announced, 0, address), "reading the announced adapter"
         )
@@ -261,7 +264,7 @@ class AdapterStore(Structure):
     # ---- Queries ----
 
     def holders(self, name: str) -> dict[int, int]:
-        """The ranks that have an adapter now, each with its newest version."""
+        """Return {rank: newest version on this rank} for each rank that has the adapter."""
         self._check_open()
         return {
             rank: max(copy.version for copy in copies)
@@ -270,12 +273,12 @@ class AdapterStore(Structure):
         }
 
     def resident(self) -> list[str]:
-        """The adapters in this rank's slots, least recently used first."""
+        """Return the adapters in this rank's slots, least recently used first."""
         with self._lock:
             return [slot.name for slot in self._slots if slot.version]
 
     def stats(self) -> dict[str, int]:
-        """This rank's counts; `late` counts activations that had to wait for a copy."""
+        """Return this rank's counts. `late` counts activations that had to wait for a copy."""
         return self._counts | {"epoch": self._epoch, "slots": self.slots}
 
     def _release(self) -> None:
@@ -316,7 +319,7 @@ class AdapterStore(Structure):
         )
 
     def _copy_slot(self, source: SlotCopy, slot: Slot) -> bool:
-        """Copy a peer's slot into one of this rank; False if the peer's slot changed meanwhile."""
+        """Copy a peer's slot to `slot`. Return False if the peer's slot changed meanwhile."""
         target = self._payload.local[slot.number]
         origin = self._payload.peer(source.rank)[source.slot]
         if self._stream is None:
@@ -345,7 +348,7 @@ class AdapterStore(Structure):
             if tensor is None or tensor.shape != like.shape or tensor.dtype is not like.dtype:
                 what = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
                 raise UsageError(
-                    f"adapter {adapter!r}: {name} is {what}, the template has {like.dtype} of "
+                    f"adapter {adapter!r}: {name} is {what}, but the template has {like.dtype} of "
                     f"{tuple(like.shape)}"
                 )
         if extra := sorted(set(tensors) - set(template)):
@@ -354,7 +357,7 @@ class AdapterStore(Structure):
     # ---- The slots of this rank ----
 
     def _find(self, name: str) -> Slot | None:
-        """The slot with the newest version of an adapter."""
+        """Return the slot with the newest version of an adapter."""
         with self._lock:
             found = [slot for slot in self._slots if slot.version and slot.name == name]
             return max(found, key=lambda slot: slot.version, default=None)
@@ -368,7 +371,7 @@ class AdapterStore(Structure):
         self._slots.append(slot)
 
     def _begin(self, name: str) -> Slot:
-        """A slot that is ready to be written with adapter `name`."""
+        """Return a slot to which adapter `name` can be written."""
         candidates = [
             slot
             for slot in self._slots
@@ -377,20 +380,20 @@ class AdapterStore(Structure):
         if not candidates:
             originals = sum(slot.is_original for slot in self._slots)
             raise UsageError(
-                f"no slot for adapter {name!r} on rank {self.rank}: of {self.slots} slots "
-                f"{originals} hold adapters that were put here, the others are in use: use more "
-                "slots, or remove() adapters"
+                f"no slot for adapter {name!r} on rank {self.rank}: of {self.slots} slots, "
+                f"{originals} hold adapters that were put here, and the others are in use. Use "
+                "more slots, or remove() adapters"
             )
         # Prefer an empty slot, then an older version of the same adapter, then the slot that was
         # not used for the longest time.
         slot = min(candidates, key=lambda slot: (slot.version > 0, slot.name != name))
         self._counts["evicted"] += slot.version > 0 and slot.name != name
         slot.is_being_written, slot.version = True, 0
-        self._quick.tutti_slot_begin(self._record(self.rank, slot.number))
+        self._core_holding_gil.tutti_slot_begin(self._record(self.rank, slot.number))
         return slot
 
     def _finish(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
-        """Mark a slot as written; older versions of the adapter are removed unless in use."""
+        """Mark a slot as written. Remove older versions of the adapter that are not in use."""
         self._end_record(slot.number, name, version)
         slot.name, slot.version = name, version
         slot.is_original, slot.is_being_written = is_original, False
@@ -402,7 +405,7 @@ class AdapterStore(Structure):
                     self._clear(old)
 
     def _clear(self, slot: Slot) -> None:
-        self._quick.tutti_slot_begin(self._record(self.rank, slot.number))
+        self._core_holding_gil.tutti_slot_begin(self._record(self.rank, slot.number))
         self._end_record(slot.number, "", 0)
         slot.name, slot.version, slot.is_original, slot.is_being_written = "", 0, False, False
 
@@ -413,46 +416,49 @@ class AdapterStore(Structure):
     # the slot's tensors. A rank writes only its own records; any rank may announce an adapter.
 
     def _record(self, rank: int, slot: int) -> int:
-        """The address of a slot's sequence number."""
+        """Return the address of a slot's sequence number."""
         return self._records[rank] + slot * _RECORD_BYTES
 
     def _sequence(self, rank: int, slot: int) -> int:
-        return int(self._quick.tutti_load(self._record(rank, slot)))
+        return int(self._core_holding_gil.tutti_load(self._record(rank, slot)))
 
     def _end_record(self, slot: int, name: str, version: int) -> None:
         """Record the adapter that a slot of this rank holds now; version 0 means an empty slot."""
         record, text = self._record(self.rank, slot), name.encode()
         words = (ctypes.c_uint64 * 2)(version, len(text))
-        self._quick.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
-        self._quick.tutti_slot_write(record + 24, text.ljust(_NAME_BYTES, b"\0"), _NAME_BYTES)
-        self._quick.tutti_slot_end(record)
+        self._core_holding_gil.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
+        self._core_holding_gil.tutti_slot_write(
+            record + 24, text.ljust(_NAME_BYTES, b"\0"), _NAME_BYTES
+        )
+        self._core_holding_gil.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
-        """The newest copy on any rank; this rank's own copy is preferred, then the next rank's."""
+        """Return the newest copy. Of equal versions, the copy on the nearest next rank is taken."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._found(ranks, lambda: [c for rank in ranks for c in self._copies(rank, name)])
         return max(copies, key=lambda copy: copy.version, default=None)
 
     def _copies(self, rank: int, name: str) -> list[SlotCopy]:
-        """A rank's copies of an adapter; several while older versions are still in use."""
+        """Return a rank's copies of an adapter. Older versions may still be in use."""
         return self._found([rank], lambda: list(self._search(rank, name)))
 
     def _search(self, rank: int, name: str) -> Iterator[SlotCopy]:
-        """A rank's copies of an adapter, except in slots that are being written."""
+        """Yield a rank's copies of an adapter, except copies in slots that are being written."""
         buffer = ctypes.create_string_buffer(16 + _NAME_BYTES)
         target = ctypes.addressof(buffer)
         for slot in range(self.slots):
             record, sequence = self._record(rank, slot), self._sequence(rank, slot)
             if sequence == 0 or sequence % 2:
                 continue
-            if self._quick.tutti_slot_copy(target, record + 8, len(buffer), record, sequence):
+            if self._core_holding_gil.tutti_slot_copy(
+                target, record + 8, len(buffer), record, sequence
+            ):
                 version, length = (ctypes.c_uint64 * 2).from_buffer(buffer)
                 if version and buffer.raw[16 : 16 + length].decode() == name:
                     yield SlotCopy(rank, slot, sequence, version)
 
     def _found(self, ranks: list[int], search: Callable[[], list[SlotCopy]]) -> list[SlotCopy]:
-        """The result of a search on these ranks.
-
+        """Return the result of `search`, which must read the slots of `ranks`.
         A new version is written to another slot before the old version is removed. A search that
         reads one slot after the other may miss both versions, so an empty result is accepted only
         if no slot changed during the search.
@@ -470,4 +476,4 @@ def _checked_name(name: str) -> str:
     length = len(name.encode())
     if 0 < length <= _NAME_BYTES and "\0" not in name:
         return name
-    raise UsageError(f"adapter name {name!r} takes {length} bytes: 1 to {_NAME_BYTES} are allowed")
+    raise UsageError(f"adapter name {name!r} must have 1 to {_NAME_BYTES} bytes, got {length}")

@@ -26,9 +26,9 @@ class RowPlacement:
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
-            raise UsageError(f"placement={self.placement!r}: use block or cyclic")
+            raise UsageError(f"placement must be block or cyclic, got {self.placement!r}")
         if self.rows < 1:
-            raise UsageError(f"rows={self.rows}: a table needs at least one row")
+            raise UsageError(f"a table needs at least 1 row, got {self.rows}")
 
     @property
     def cyclic(self) -> bool:
@@ -40,17 +40,17 @@ class RowPlacement:
         return -(-self.rows // self.size)
 
     def owner(self, index: int) -> int:
-        """The rank whose memory holds a row."""
+        """Return the rank whose memory holds a row."""
         self.check(index)
         return index % self.size if self.cyclic else index // self.per_rank
 
     def position(self, index: int) -> int:
-        """The position of a row in its owner's memory."""
+        """Return the position of a row in its owner's memory."""
         self.check(index)
         return index // self.size if self.cyclic else index % self.per_rank
 
     def of(self, rank: int) -> torch.Tensor:
-        """The indices of a rank's rows, in the order of their positions."""
+        """Return the indices of a rank's rows, in the order of their positions."""
         if self.cyclic:
             return torch.tensor(range(rank, self.rows, self.size), dtype=torch.int64)
         begin = min(rank * self.per_rank, self.rows)
@@ -58,11 +58,11 @@ class RowPlacement:
 
     def check(self, index: int) -> None:
         if not 0 <= index < self.rows:
-            raise IndexError(f"row {index}: the rows are 0 to {self.rows - 1}")
+            raise IndexError(f"row {index} does not exist: the rows are 0 to {self.rows - 1}")
 
 
 def contiguous_indices(indices: torch.Tensor) -> torch.Tensor:
-    """The indices as contiguous int64 on the CPU, for compiled code."""
+    """Return the indices as a contiguous int64 tensor on the CPU, for compiled code."""
     if indices.dtype is torch.int64 and indices.is_cpu and indices.is_contiguous():
         return indices
     return indices.to("cpu", torch.int64).contiguous()
@@ -97,7 +97,7 @@ class DistributedTensor(Structure):
         self.rows = RowPlacement(rows, heap.size, placement)
         self.shape, self.dtype = torch.Size(shape), dtype
         self._table = self._zeros((self.rows.per_rank, self.columns), dtype)
-        self.local_indices = self.rows.of(heap.rank)  # of the rows in `local`, in the same order
+        self.local_indices = self.rows.of(heap.rank)  # indices of the rows in `local`, in order
         self._counts = dict.fromkeys(("gathered", "scattered", "added"), 0)
         self._native = None
         if heap.device.type == "cpu":
@@ -110,21 +110,21 @@ class DistributedTensor(Structure):
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows in this rank's memory, as a view; `local_indices` has their indices."""
+        """A view of the rows in this rank's memory. `local_indices` contains their indices."""
         self._check_open()
         return self._table.local[: len(self.local_indices)]
 
     def owner(self, index: int) -> int:
-        """The rank that holds a row."""
+        """Return the rank that holds a row."""
         return self.rows.owner(index)
 
     def row(self, index: int) -> torch.Tensor:
-        """A view of one row, whichever rank holds it."""
+        """Return a view of one row, on any rank."""
         self._check_open()
         return self._table.peer(self.rows.owner(index))[self.rows.position(index)]
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copies of the rows at `indices`, of shape (*indices.shape, columns)."""
+        """Return copies of the rows at `indices`, with shape (*indices.shape, columns)."""
         self._check_open()
         shape = (*indices.shape, self.columns)
         if out is None:
@@ -171,7 +171,7 @@ class DistributedTensor(Structure):
         self._call(self._core.tutti_rows_scatter_add, indices, values.contiguous(), code)
 
     def to_full(self) -> torch.Tensor:
-        """All rows in order, as an ordinary tensor on this rank."""
+        """Return all rows in order, as an ordinary tensor on this rank."""
         self._check_open()
         full = torch.empty(self.shape, dtype=self.dtype, device=self.heap.device)
         for rank in range(self.size):
@@ -181,7 +181,7 @@ class DistributedTensor(Structure):
         return full
 
     def stats(self) -> dict[str, int | str]:
-        """The rows, their placement, and the counts of rows that this rank gathered or changed."""
+        """Return the number and placement of rows, and the rows this rank gathered and changed."""
         return {
             "rows": self.rows.rows,
             "local_rows": len(self.local_indices),
@@ -194,8 +194,8 @@ class DistributedTensor(Structure):
             self._core.tutti_rows_free(self._native)
 
     def _by_owner(self, indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each rank that owns some of the rows: the rank, the positions of its rows in
-        `indices`, and the positions of these rows in the rank's memory."""
+        """Yield (rank, positions in `indices`, positions in the rank's memory) of the rows of each
+        rank that owns some of them."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         outside = flat[(flat < 0) | (flat >= self.rows.rows)]
         if len(outside):

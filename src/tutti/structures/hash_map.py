@@ -18,16 +18,16 @@ _empty_like = torch.empty_like
 
 
 class Full(RuntimeError):
-    """A shard of a HashMap has no free entry; the message has the numbers and what to do."""
+    """A shard of a HashMap has no free entry. The message states how full it is and the cure."""
 
 
 class HashMap(Structure):
     """A dictionary from uint64 keys to tensors of one shape and dtype, shared by all ranks.
 
     Use it for sparse state that any rank reads and changes: counts by token or user, embeddings of
-    ids that are not row numbers, a directory of what each rank holds. Any rank puts, gets, adds and
-    deletes at any time, without the help of the key's owner; a get takes about 1 µs, does not wait
-    for writers and never returns a mixture of two values.
+    ids that are not row numbers, a directory of what each rank holds. Any rank can put, get, add
+    and delete values at any time; the rank that owns the key is not involved. A get takes about
+    1 µs, does not wait for writers and never returns a mixture of two values.
 
     Do not use it for dense row numbers (use DistributedTensor or ParameterCache), for values of
     different sizes (use PooledCache), or for an unbounded stream of new keys: a deleted key keeps
@@ -50,7 +50,7 @@ class HashMap(Structure):
     ) -> None:
         super().__init__(heap, cpu_only=True)
         if capacity < 1:
-            raise UsageError(f"capacity={capacity}: capacity must be at least 1 key")
+            raise UsageError(f"capacity must be at least 1 key, got {capacity}")
         if value_bytes is not None:
             value_shape, dtype = (value_bytes,), torch.uint8
         self.capacity, self.value_shape, self.dtype = capacity, tuple(value_shape), dtype
@@ -61,14 +61,14 @@ class HashMap(Structure):
         self._native = self._core.tutti_map_create(
             self._addresses_of(memory), heap.size, heap.rank, entries, self._value_bytes
         )
-        self._get = self._quick.tutti_map_get
+        self._get = self._core_holding_gil.tutti_map_get
         self._writes = self._deletes = 0
         heap.barrier()
 
     def get(
         self, key: int, default: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """A copy of the value, or `default`. If `out` is given, the value is copied into it."""
+        """Return a copy of the value (in `out`, if given), or `default` if there is no value."""
         if not 0 <= key < _RESERVED:
             self._check_key(key)
         if out is None:
@@ -82,27 +82,33 @@ class HashMap(Structure):
         return out if found else default
 
     def put(self, key: int, value: torch.Tensor | float) -> bool:
-        """Store a value; returns whether the key is new. The last of concurrent puts wins."""
-        return self._write(key, value, self._quick.tutti_map_put)
+        """Store a value, and return whether the key is new. The last of concurrent puts wins."""
+        return self._write(key, value, self._core_holding_gil.tutti_map_put)
 
     def add(self, key: int, value: torch.Tensor | float) -> bool:
-        """Add to the value of a key, or to zeros if it has no value; returns whether it is new.
+        """Add `value` to the value of `key`. Return whether the key is new.
 
-        No concurrent addition to a key is lost.
+        A missing value counts as zeros. No concurrent addition to a key is lost.
         """
-        return self._write(key, value, self._quick.tutti_map_add, addable(self.dtype, "add"))
+        return self._write(
+            key, value, self._core_holding_gil.tutti_map_add, addable(self.dtype, "add")
+        )
 
     def delete(self, key: int) -> bool:
-        """Delete a key; returns whether it was present. Its entry stays reserved for this key."""
+        """Delete a key, and return whether it was present. Its entry stays reserved for it."""
         self._check_key(key)
         self._deletes += 1
-        call = self._quick.tutti_map_delete
+        call = self._core_holding_gil.tutti_map_delete
         return bool(self._retry(lambda: call(self._native, key), f"delete({key})"))
 
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of shape (*keys.shape, *value_shape), 0 for absent keys, a mask of found keys."""
+        """Return (values, found).
+
+        `values` has shape (*keys.shape, *value_shape) and is 0 for absent keys; `found` is a
+        boolean mask of shape keys.shape.
+        """
         checked = self._checked_keys(keys)
         out = self._output(out, (*keys.shape, *self.value_shape), contiguous=True)
         found = torch.empty(keys.shape, dtype=torch.bool)
@@ -120,12 +126,12 @@ class HashMap(Structure):
         self._write_many(keys, values, addable(self.dtype, "add_many"))
 
     def owner(self, key: int) -> int:
-        """The rank whose memory holds a key."""
+        """Return the rank whose memory holds a key."""
         self._check_key(key)
-        return int(self._quick.tutti_map_owner(self._native, key))
+        return int(self._core_holding_gil.tutti_map_owner(self._native, key))
 
     def local_items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys (as int64: keys from 2^63 on are negative) and values in this rank's shard."""
+        """Return (keys, values) of this rank's shard. As int64, keys from 2^63 on are negative."""
         self._check_open()
         claimed = int(self._core.tutti_map_claimed(self._native, self.rank))
         keys = torch.empty(claimed, dtype=torch.int64)
@@ -136,17 +142,20 @@ class HashMap(Structure):
         return keys[:count], values[:count]
 
     def compact(self) -> None:
-        """Free the entries of deleted keys. Collective: no rank may use the map during the call."""
+        """Free the entries of deleted keys.
+
+        All ranks must call this method, and no rank may use the map during the call.
+        """
         self._check_open()
         self.heap.barrier()
         code = self._core.tutti_map_compact(self._native)
         self.heap.barrier()
         if code < 0:
-            raise MemoryError(f"compact() found no memory for a copy of rank {self.rank}'s shard")
+            raise MemoryError(f"compact() has no memory for a copy of rank {self.rank}'s shard")
 
     def __contains__(self, key: int) -> bool:
         self._check_key(key)
-        return bool(self._quick.tutti_map_has(self._native, key))
+        return bool(self._core_holding_gil.tutti_map_has(self._native, key))
 
     def __getitem__(self, key: int) -> torch.Tensor:
         value = self.get(key)
@@ -162,7 +171,7 @@ class HashMap(Structure):
         return sum(self._live(rank) for rank in range(self.size))
 
     def stats(self) -> dict[str, int | list[int]]:
-        """This rank's counts, and how full every rank's shard is."""
+        """Return the counts of this rank, and the numbers of keys and entries of all shards."""
         self._check_open()
         core, handle = self._core, self._native
         keys = [self._live(rank) for rank in range(self.size)]
@@ -188,7 +197,7 @@ class HashMap(Structure):
         return int(self._core.tutti_map_live(self._native, rank))
 
     def _write(
-        self, key: int, value: torch.Tensor | float, call: Callable[..., int], *dtype: int
+        self, key: int, value: torch.Tensor | float, call: Callable[..., int], *dtype_code: int
     ) -> bool:
         if not 0 <= key < _RESERVED or self.closed:
             self._check_key(key)
@@ -199,10 +208,10 @@ class HashMap(Structure):
         source = value if value.is_contiguous() else value.contiguous()
         address = source.data_ptr()
         self._writes += 1
-        code = call(self._native, key, address, *dtype)
+        code = call(self._native, key, address, *dtype_code)
         if code < 0:
             code = self._retry(
-                lambda: call(self._native, key, address, *dtype), f"write of key {key}"
+                lambda: call(self._native, key, address, *dtype_code), f"write of key {key}"
             )
         if code == native.FULL:
             self._refuse_full(key)
@@ -243,7 +252,7 @@ class HashMap(Structure):
             raise UsageError(f"keys are {keys.dtype} on {keys.device}: use int64 or uint64 on CPU")
         contiguous = keys.contiguous()
         if bool((contiguous.view(torch.int64) == -1).any()):
-            raise UsageError("keys hold 2^64 - 1 (as int64: -1), which is reserved")
+            raise UsageError("keys contain 2^64 - 1 (-1 as int64), which is reserved")
         return contiguous
 
     def _refuse_full(self, key: int) -> None:
@@ -251,19 +260,19 @@ class HashMap(Structure):
         limit = int(self._core.tutti_map_limit(self._native))
         live = self._live(rank)
         raise Full(
-            f"no entry for key {key}: the shard of rank {rank} holds {live} keys and "
-            f"{limit - live} deleted keys, its limit is {limit} (capacity {self.capacity} over "
-            f"{self.size} ranks): create the map with a larger capacity"
+            f"no entry is free for key {key}: the shard of rank {rank} holds {live} keys and "
+            f"{limit - live} deleted keys, and its limit is {limit} (capacity {self.capacity} over "
+            f"{self.size} ranks). Create the map with a larger capacity"
             + (", or call compact() on all ranks" if live < limit else "")
         )
 
 
 def _entries(capacity: int, size: int) -> int:
-    """The number of entries of a shard: a power of 2, enough for `capacity` keys over all shards.
+    """Return the number of entries of a shard, a power of 2, for `capacity` keys in all shards.
 
     The number of keys in a shard is binomially distributed: it exceeds the mean plus six standard
     deviations once in 10^9 maps. An eighth of the entries stays free.
     """
     mean = capacity / size
-    most = min(capacity, mean + 6 * math.sqrt(mean) + 1)
-    return max(8, 1 << math.ceil(math.log2(most * 8 / 7 + 1)))
+    max_keys = min(capacity, mean + 6 * math.sqrt(mean) + 1)
+    return max(8, 1 << math.ceil(math.log2(max_keys * 8 / 7 + 1)))

@@ -48,17 +48,17 @@ class ParameterCache(Structure):
             *(heap.size, heap.rank, rows, row_bytes, stride, self.rows.cyclic),
         )
         self._row = torch.empty(columns, dtype=dtype)
-        self._lookup = self._quick.tutti_rows_lookup
+        self._lookup = self._core_holding_gil.tutti_rows_lookup
         self._count = rows
         self._published = 0
         heap.barrier()
 
     def owner(self, index: int) -> int:
-        """The rank that publishes a row."""
+        """Return the rank that publishes a row."""
         return self.rows.owner(index)
 
     def publish(self, index: int, row: torch.Tensor) -> int:
-        """Make `row` the next version of row `index`; returns the version, counted from 1."""
+        """Make `row` the next version of row `index`, and return the version, counted from 1."""
         self._check_open()
         if self.rows.owner(index) != self.rank:
             raise UsageError(
@@ -69,21 +69,21 @@ class ParameterCache(Structure):
         source = row if row.is_contiguous() else row.contiguous()
         address = source.data_ptr()
         self._published += 1
-        # No timeout parameter, only the heap's timeout: other writers of this row are threads of
-        # this process, which finish soon.
+        # This call needs no timeout parameter: the other writers of this row are threads of this
+        # process, which finish soon.
         return self._retry(
-            lambda: int(self._quick.tutti_rows_publish(self._native, index, address)),
+            lambda: int(self._core_holding_gil.tutti_rows_publish(self._native, index, address)),
             f"publish of row {index}",
         )
 
     def publish_all(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
-        """Publish many rows of this rank, each separately."""
+        """Publish each of these rows separately. This rank must own them."""
         self._check_tensor("rows", rows, (*indices.shape, self.columns))
         for index, row in zip(indices.tolist(), rows, strict=True):
             self.publish(index, row)
 
     def lookup(self, index: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of the newest version of a row; raises LookupError if there is none yet."""
+        """Return a copy of the newest version of a row. Raises LookupError if there is none."""
         if out is None:
             out = _empty_like(self._row)
         else:
@@ -97,7 +97,7 @@ class ParameterCache(Structure):
     def lookup_versioned(
         self, index: int, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, int]:
-        """A copy of the newest version of a row, and its version number."""
+        """Return a copy of the newest version of a row, and its version number."""
         out = self._output(out, (self.columns,), contiguous=True)
         self.rows.check(index)
         return out, self._lookup_with_retry(index, out)
@@ -105,7 +105,7 @@ class ParameterCache(Structure):
     def lookup_many(
         self, indices: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of rows, of shape (*indices.shape, columns), and their versions.
+        """Return copies of rows, of shape (*indices.shape, columns), and their versions.
 
         Each row is one complete version, but different rows may have been read at different times.
         A row that was never published has version 0 and contains zeros.
@@ -123,11 +123,11 @@ class ParameterCache(Structure):
         return out if target is out else out.copy_(target), versions
 
     def version(self, index: int) -> int:
-        """The current version of a row: the number of times that it was published."""
-        return int(self._quick.tutti_load(self._state(index))) >> native.VERSION_SHIFT
+        """Return the current version of a row: the number of times that it was published."""
+        return int(self._core_holding_gil.tutti_load(self._state(index))) >> native.VERSION_SHIFT
 
     def wait_for(self, index: int, version: int, timeout: float | None = None) -> int:
-        """Wait until a row has at least this version; returns the row's current version.
+        """Wait until a row has at least this version. Return the row's current version.
 
         Raises Timeout, or PeerDied if the row's owner has died and can no longer publish it.
         """
@@ -141,7 +141,7 @@ class ParameterCache(Structure):
         return state >> native.VERSION_SHIFT
 
     def stats(self) -> dict[str, int]:
-        """The numbers of this rank's lookups, published rows and retries.
+        """Return the numbers of this rank's lookups, published rows and retries.
 
         A retry is a copy that was repeated because, during the copy, the row's owner published a
         version and began to write the next one.
@@ -163,7 +163,7 @@ class ParameterCache(Structure):
     def _state(self, index: int) -> int:
         self._check_open()
         self.rows.check(index)
-        return int(self._quick.tutti_rows_state(self._native, index))
+        return int(self._core_holding_gil.tutti_rows_state(self._native, index))
 
     def _lookup_with_retry(self, index: int, out: torch.Tensor) -> int:
         self._check_open()
@@ -174,6 +174,6 @@ class ParameterCache(Structure):
         if version:
             return version
         raise LookupError(
-            f"row {index} was never published: its owner is rank {self.owner(index)}; use "
+            f"row {index} was never published by its owner, rank {self.owner(index)}: use "
             f"wait_for({index}, 1) to wait for its first version"
         )

@@ -16,7 +16,7 @@ UNIT = 64  # bytes: values begin at multiples of this
 
 @dataclass
 class CachedValue:
-    """A value in a tier. In areas of symmetric memory it is at `offset` of area number `area`."""
+    """A value in a tier. In symmetric memory, the value is at `offset` of area number `area`."""
 
     view: torch.Tensor
     area: int = 0
@@ -39,7 +39,7 @@ class HostTier:
         self._limit, self._page_locked = limit, page_locked
 
     def store(self, key: Hashable, data: torch.Tensor) -> bool:
-        """Store a copy, as the most recently used value; False if there is no free memory."""
+        """Store a copy as the most recently used value. Return False if memory is missing."""
         held = self._allocate(data)
         if held is None:
             return False
@@ -52,12 +52,12 @@ class HostTier:
         self.values.pop(key)
 
     def could_store(self, data: torch.Tensor) -> bool:
-        """Whether data would fit if all values that are not pinned were removed."""
+        """Return whether `data` would fit if all values that are not pinned were removed."""
         pinned = sum(held.view.nbytes for held in self.values.values() if held.pins)
         return data.nbytes <= self._limit - pinned
 
     def oldest(self) -> Hashable:
-        """The key of the least recently used value that is not pinned."""
+        """Return the key of the least recently used value that is not pinned."""
         return next(key for key, held in self.values.items() if not held.pins)
 
     @property
@@ -65,7 +65,7 @@ class HostTier:
         return sum(held.view.nbytes for held in self.values.values())
 
     def _allocate(self, data: torch.Tensor) -> CachedValue | None:
-        """Memory for a copy of `data`; None if there is not enough."""
+        """Return memory for a copy of `data`, or None if there is not enough memory."""
         if data.nbytes > self._limit - self.bytes:
             return None
         view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._page_locked)
@@ -141,8 +141,8 @@ class PooledCache(Structure):
         super().__init__(heap)
         if local_bytes < UNIT or min(peer_bytes, host_bytes) < 0:
             raise UsageError(
-                f"local_bytes={local_bytes}, peer_bytes={peer_bytes}, host_bytes={host_bytes}: "
-                f"local_bytes must be {UNIT} or more, the others not negative"
+                f"local_bytes must be {UNIT} or more, and peer_bytes and host_bytes must not be "
+                f"negative, got {local_bytes}, {peer_bytes} and {host_bytes}"
             )
         local = local_bytes // UNIT * UNIT
         peers = heap.size - 1
@@ -151,7 +151,7 @@ class PooledCache(Structure):
         peer_areas = []
         for peer in range(heap.size) if share else ():
             if peer != heap.rank:
-                # A peer's memory holds one area for each other rank, in the order of ranks.
+                # Each rank's memory contains one area for every other rank, in rank order.
                 begin = local + share * (heap.rank - (heap.rank > peer))
                 peer_areas.append(pool.peer(peer)[begin : begin + share])
         self._tiers: list[HostTier] = [
@@ -164,13 +164,13 @@ class PooledCache(Structure):
         heap.barrier()
 
     def put(self, key: Hashable, value: torch.Tensor) -> list[Hashable]:
-        """Store a copy of a value; returns the keys that were dropped to make room for it.
+        """Store a copy of a value, and return the keys that were dropped to make room for it.
 
-        A value that fits into no tier is dropped: then the list contains its own key.
+        If the value fits into no tier, it is dropped itself, and the list contains `key`.
         """
         self._check_open()
         if key in self:
-            raise UsageError(f"key {key!r} has a value, and values cannot change: remove it first")
+            raise UsageError(f"key {key!r} already has a value: remove the value first")
         self._counts["puts"] += 1
         dropped: list[Hashable] = []
         self._place(key, value, self._tiers, dropped)
@@ -181,7 +181,7 @@ class PooledCache(Structure):
         return dropped
 
     def get(self, key: Hashable, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """A copy of the value; None if the key has no value.
+        """Return a copy of the value, or None if the key has no value.
 
         The value is promoted to the local tier if nothing must be dropped for that.
         """
@@ -224,7 +224,7 @@ class PooledCache(Structure):
         tier.drop(key)
 
     def tier(self, key: Hashable) -> str | None:
-        """The tier of a value: local, peer, host, or None."""
+        """Return the tier of a value (local, peer or host), or None if the key has no value."""
         tier = self._tier_of(key)
         return None if tier is None else tier.name
 
@@ -235,7 +235,7 @@ class PooledCache(Structure):
         return sum(len(tier.values) for tier in self._tiers)
 
     def stats(self) -> dict[str, int]:
-        """Hits, values and bytes of every tier, and counts of moves and drops."""
+        """Return the numbers of hits, values and bytes of every tier, of moves and of drops."""
         counts = dict(self._counts)
         for tier in self._tiers:
             counts[f"{tier.name}_hits"] = tier.hits
@@ -247,7 +247,7 @@ class PooledCache(Structure):
         return next((tier for tier in self._tiers if key in tier.values), None)
 
     def _hit(self, key: Hashable) -> HostTier | None:
-        """The tier of a value, which becomes the tier's most recently used one."""
+        """Return the tier of a value, and make the value the tier's most recently used one."""
         self._check_open()
         tier = self._tier_of(key)
         if tier is None:
@@ -260,7 +260,7 @@ class PooledCache(Structure):
     def _place(
         self, key: Hashable, data: torch.Tensor, tiers: Sequence[HostTier], dropped: list[Hashable]
     ) -> bool:
-        """Store `data` in the first tier that can hold it; returns whether there is such a tier.
+        """Store `data` in the first tier that can hold it. Return whether there is such a tier.
 
         To make room, least recently used values move to lower tiers. The keys of values that fit
         into no tier are appended to `dropped`.

@@ -1,4 +1,4 @@
-"""RingBuffer: a stream of equally large slots from one rank to another, in the reader's memory."""
+"""RingBuffer: a stream of equally large slots between two ranks, in the consumer's memory."""
 
 from collections.abc import Iterator
 
@@ -53,12 +53,12 @@ class RingBuffer(Structure):
         super().__init__(heap)
         if producer == consumer or not {producer, consumer} <= set(range(heap.size)):
             raise UsageError(
-                f"producer={producer}, consumer={consumer}: they must be two different ranks of 0 "
-                f"to {heap.size - 1}"
+                f"producer and consumer must be two different ranks of 0 to {heap.size - 1}, got "
+                f"{producer} and {consumer}"
             )
         if (slot_shape is None) == (slot_bytes is None) or slots < 1:
             raise UsageError(
-                f"slots={slots}: a RingBuffer needs at least 1 slot, and either slot_shape (with "
+                f"a RingBuffer needs at least 1 slot (got {slots}), and either slot_shape (with "
                 "dtype) or slot_bytes"
             )
         if slot_shape is None:
@@ -78,7 +78,7 @@ class RingBuffer(Structure):
             for slot in ring.peer(consumer)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
-        self._done = 0  # slots that this end has filled or emptied
+        self._done = 0  # the number of slots that this end has filled or emptied
         # The producer may fill slots until `_done` reaches `_fill_limit`, the consumer may take
         # slots until `_take_limit`; then this end reads the other end's word again. On all other
         # ranks the limit stays 0.
@@ -111,7 +111,7 @@ class RingBuffer(Structure):
             )
         slot = self._done % self.slots
         if value.is_cpu and value.is_contiguous() and not self._on_gpu:
-            core = self._quick if self._slot_bytes <= 32 << 10 else self._core
+            core = self._core_holding_gil if self._slot_bytes <= 32 << 10 else self._core
             core.tutti_put_signal(
                 *(self._addresses[slot], value.data_ptr(), self._slot_bytes),
                 *(self._filled, self._done + 1, 0),
@@ -122,7 +122,7 @@ class RingBuffer(Structure):
             self._publish_slot()
 
     def try_put(self, value: torch.Tensor) -> bool:
-        """Put the value if a slot is free now; returns whether it was put."""
+        """Put the value if a slot is free now. Return whether the value was put."""
         if self._done >= self._fill_limit and not self._find_slot("put", wait=False):
             return False
         self.put(value)
@@ -133,7 +133,7 @@ class RingBuffer(Structure):
         self._check_end("finish", self.producer)
         self._ended = True
         self._fill_limit = 0
-        self._quick.tutti_store(self._filled, self._done | _END)
+        self._core_holding_gil.tutti_store(self._filled, self._done | _END)
 
     # ---- The consumer's end ----
 
@@ -156,7 +156,7 @@ class RingBuffer(Structure):
         return out
 
     def try_get(self) -> torch.Tensor | None:
-        """As `get`, but returns None if no slot is filled now."""
+        """Like `get`, but return None if no slot is filled now."""
         if self._done >= self._take_limit and not self._find_slot("get", wait=False):
             return None
         return self.get()
@@ -175,39 +175,39 @@ class RingBuffer(Structure):
         self._check_end("cancel", self.consumer)
         self._ended = True
         self._take_limit = 0
-        self._quick.tutti_store(self._emptied, self._done | _END)
+        self._core_holding_gil.tutti_store(self._emptied, self._done | _END)
 
     # ---- Both ends ----
 
     def __len__(self) -> int:
-        """The number of slots that are filled and not yet freed, as this rank reads it now."""
+        """Return the number of slots that are filled and not yet freed."""
         self._check_open()
-        filled = self._quick.tutti_load(self._filled) & ~_END
-        return int(filled - (self._quick.tutti_load(self._emptied) & ~_END))
+        filled = self._core_holding_gil.tutti_load(self._filled) & ~_END
+        return int(filled - (self._core_holding_gil.tutti_load(self._emptied) & ~_END))
 
     def stats(self) -> dict[str, int]:
-        """The number of slots that this end has sent or freed, their bytes, and its waits."""
+        """Return the numbers of slots and bytes that this end has sent or freed, and of waits."""
         bytes = self._done * self._slot_bytes
         return {"slots": self._done, "bytes": bytes, "waits": self._waits}
 
     def _publish_slot(self) -> None:
-        """Publish that the current slot is filled, or empty again (release)."""
+        """Publish that the current slot has been filled or freed (release)."""
         if self._on_gpu:
             torch.cuda.current_stream(self.heap.device).synchronize()
         self._done += 1
         word = self._filled if self.rank == self.producer else self._emptied
-        self._quick.tutti_store(word, self._done)
+        self._core_holding_gil.tutti_store(word, self._done)
 
     def _find_slot(self, call: str, timeout: float | None = None, wait: bool = True) -> bool:
         """Read the other end's word, and update the limit of this end.
 
-        Returns whether this end has a slot to fill or to empty; with `wait`, waits until it has.
+        Return whether this end has a slot to fill or to empty. With `wait`, wait until it has one.
         """
         filling = call == "put"
         self._check_end(call, self.producer if filling else self.consumer)
         word, peer = (self._emptied, self.consumer) if filling else (self._filled, self.producer)
         needed = self._done + 1 - (self.slots if filling else 0)
-        value = int(self._quick.tutti_load(word))  # with _END, larger than any count
+        value = int(self._core_holding_gil.tutti_load(word))  # larger than any count if _END is set
         if wait and value < needed:
             self._waits += 1
             what = f"slot {self._done} of a ring from rank {peer}"
@@ -231,12 +231,12 @@ class RingBuffer(Structure):
         self._check_open()
         if self.rank != rank:
             raise UsageError(
-                f"{call} on rank {self.rank} is not possible: rank {self.producer} produces, rank "
-                f"{self.consumer} consumes"
+                f"{call} on rank {self.rank} is not possible: the producer is rank "
+                f"{self.producer} and the consumer is rank {self.consumer}"
             )
         if self._ended and call in ("put", "get"):
             ended_by = "finish" if call == "put" else "cancel"
-            raise UsageError(f"{call} after {ended_by}(): this rank has ended the stream")
+            raise UsageError(f"{call}: this rank has ended the stream with {ended_by}()")
 
     def _release(self) -> None:
         self._fill_limit = self._take_limit = 0

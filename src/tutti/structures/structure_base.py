@@ -29,7 +29,7 @@ _ADDABLE = {
 
 
 def addable(dtype: torch.dtype, call: str) -> int:
-    """The C core's code of a dtype; raises UsageError if the core cannot add it atomically."""
+    """Return the C core's code of a dtype. Raises UsageError if atomic additions are impossible."""
     code = _ADDABLE.get(dtype)
     if code is None:
         names = ", ".join(str(known).removeprefix("torch.") for known in _ADDABLE)
@@ -38,7 +38,7 @@ def addable(dtype: torch.dtype, call: str) -> int:
 
 
 class Structure:
-    """A data structure in the memory of a heap. Creation and close are collective, use is not.
+    """A data structure in a heap. All ranks create and close it together; its use is one-sided.
 
     A `with` block closes the structure at its end. After an error in the block only this rank's
     part is closed, because the other ranks may never call close(); the memory is then freed with
@@ -50,19 +50,19 @@ class Structure:
     def __init__(self, heap: Heap, cpu_only: bool = False) -> None:
         if cpu_only and heap.device.type != "cpu":
             raise UsageError(
-                f"{type(self).__name__} works on CPU heaps only, this heap is on {heap.device}: "
+                f"{type(self).__name__} needs a CPU heap, but this heap is on {heap.device}: "
                 "create a heap with Heap(device='cpu')"
             )
         self.heap, self.rank, self.size = heap, heap.rank, heap.size
         self.closed = False
         # Calls that cannot block keep the GIL, which is cheaper than releasing it.
-        self._core, self._quick = native.core(), native.core_holding_gil()
+        self._core, self._core_holding_gil = native.core(), native.core_holding_gil()
         self._host: Heap | None = None
         self._memory: list[SymmetricTensor] = []
         self._views_kept: list[torch.Tensor] = []
 
     def close(self) -> None:
-        """Free the memory. Collective: no rank may use the structure any more."""
+        """Free the memory. All ranks must call this; no rank may use the structure any more."""
         if self.closed:
             return
         self._check_open()
@@ -89,27 +89,27 @@ class Structure:
             self._release()
 
     def _release(self) -> None:
-        """Free the compiled handle; for subclasses.
+        """Free the compiled handle. Subclasses implement this method.
 
         Compiled calls that are made without a check of `closed` must be replaced by `_refuse`.
         """
 
     def _declare_dead(self, rank: int) -> None:
-        """Release a dead rank's claims on values, in the compiled code; for subclasses."""
+        """Release a dead rank's claims on values. Subclasses call the compiled code."""
 
     def _refuse(self, *arguments: object) -> NoReturn:
-        """Replaces the compiled calls of a closed structure, so that the hot path has no check."""
+        """Raise UsageError. Replaces compiled calls on close, so that the hot path has no check."""
         raise UsageError(f"this {type(self).__name__} is closed: create another on all ranks")
 
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], contiguous: bool = False
     ) -> None:
-        """Refuse a tensor of another shape or dtype, or one on a GPU if the heap is on the CPU."""
+        """Raise UsageError if the shape, the dtype or the device of the tensor is wrong."""
         wrong_device = self.heap.device.type == "cpu" and not tensor.is_cpu
         if tensor.shape != shape or tensor.dtype is not self.dtype or wrong_device:
             raise UsageError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}: this "
-                f"call takes {self.dtype} of shape {shape} on {self.heap.device}"
+                f"{name} must be {self.dtype} of shape {shape} on {self.heap.device}, got "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
             )
         if contiguous and not tensor.is_contiguous():
             raise UsageError(f"{name} must be contiguous")
@@ -117,7 +117,7 @@ class Structure:
     def _output(
         self, out: torch.Tensor | None, shape: tuple[int, ...], contiguous: bool = False
     ) -> torch.Tensor:
-        """The caller's `out`, checked, or a new tensor."""
+        """Return `out` after checking it, or a new tensor if `out` is None."""
         if out is None:
             return torch.empty(shape, dtype=self.dtype, device=self.heap.device)
         self._check_tensor("out", out, shape, contiguous)
@@ -131,7 +131,7 @@ class Structure:
     def _zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, on_host: bool = False
     ) -> SymmetricTensor:
-        """Zeros in the heap; with `on_host`, in a separate CPU heap if the heap is on a GPU."""
+        """Return zeros in the heap. If `on_host` and the heap is on a GPU, use a CPU heap."""
         heap = self.heap
         if on_host and heap.device.type != "cpu":
             bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -144,7 +144,7 @@ class Structure:
         return tensor
 
     def _addresses_of(self, tensor: SymmetricTensor) -> Any:
-        """A C array of the addresses of all ranks' tensors."""
+        """Return a C array of the addresses of all ranks' tensors."""
         return pointers([tensor.address(rank) for rank in range(self.size)])
 
     def _cpu_memory(self) -> CpuMemory:
@@ -154,7 +154,7 @@ class Structure:
     def _await(
         self, word: int, at_least: int, source: int, timeout: float | None, what: str
     ) -> int:
-        """Wait until the word at an address is at least `at_least` (acquire); returns the word.
+        """Wait until the word at address `word` is at least `at_least` (acquire). Return its value.
 
         Raises Timeout, or PeerDied or PeerLeft if rank `source`, which should write the word, has
         died or has closed the heap.
@@ -169,7 +169,7 @@ class Structure:
         return memory.load(word)
 
     def _retry(self, call: Callable[[], int], what: str) -> int:
-        """Repeat a compiled call while another writer blocks it; returns the call's result.
+        """Repeat a compiled call while another writer blocks it. Return the call's result.
 
         If the writer that holds the claim on a value has died, its claim is taken over. This is
         safe, because a write becomes visible to readers only when it is complete. A rank that only
@@ -184,7 +184,7 @@ class Structure:
             writer = BUSY - code
             if code <= BUSY and now - last_check > _SUSPICIOUS_SECONDS:
                 last_check = now
-                if isinstance(self._cpu_memory().gone(what, [writer]), PeerDied):
+                if isinstance(self._cpu_memory().lost_peer_error(what, [writer]), PeerDied):
                     self._declare_dead(writer)
             if now - start > self.heap.timeout:
                 writers = f"rank {writer} is" if code <= BUSY else "other ranks are"

@@ -389,7 +389,7 @@ def machine(
 def explain(machine: Machine) -> Machine:
     """Give every unknown field a reason, as observe() does."""
     for path in unknown_paths(machine, ""):
-        if machine.why(path) is None:
+        if machine.reason_unknown(path) is None:
             machine.unknown[path] = REASONS[path.rpartition(".")[2]]
     return machine
 

@@ -97,7 +97,7 @@ class TrafficMeter:
         after_pass: Callable[[], None] = lambda: None,
         passes: int = PASSES,
     ) -> bool:
-        """Measure all traffic in interleaved passes. Returns False if a rank received a signal."""
+        """Measure all traffic in interleaved passes. Return False if a rank received a signal."""
         printed = time.monotonic()
         for number in range(passes):
             for position, traffic in enumerate(all_traffic):
@@ -311,7 +311,7 @@ def peer_copies(size: int) -> list[Copy]:
 
 
 def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
-    """Time all copies in interleaved passes. Returns False if `stop()` became true."""
+    """Time all copies in interleaved passes. Return False if `stop()` became true."""
     for copy in copies:
         copy.time(keep_sample=False)  # the first call also maps the pages of the tensors
     for _ in range(PASSES):

@@ -316,7 +316,7 @@ def _version(mpirun: str) -> str:
 
 
 def run_mpirun(command: Sequence[str], width: int) -> int:
-    """Run an mpirun command to its end; returns its exit code.
+    """Run an mpirun command to its end, and return its exit code.
 
     After Ctrl-C, mpirun would kill its ranks within a second, and their results would be lost.
     Therefore mpirun runs in its own process group, which Ctrl-C does not reach. This process sends

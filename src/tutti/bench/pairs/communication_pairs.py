@@ -212,7 +212,7 @@ def _ddp(
 
 
 def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) -> list[Tensor]:
-    """Forward and backward of each batch; returns the accumulated gradients.
+    """Forward and backward of each batch, and return the accumulated gradients.
 
     With `sync_once`, only the backward of the last batch communicates.
     """

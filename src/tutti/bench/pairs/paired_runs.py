@@ -95,7 +95,7 @@ class PairedRuns:
         return f"different: {error:.2g}, allowed is {pair.tolerance:g}"
 
     def _alternate(self, baseline: _Side, optimized: _Side) -> bool:
-        """Measure all rounds. Returns False if a rank received a stop signal."""
+        """Measure all rounds. Return False if a rank received a stop signal."""
         for side in (baseline, optimized):
             side.seconds = self._time(side)
         both = baseline.seconds + optimized.seconds

@@ -42,11 +42,11 @@ class CpuCollectives:
 
     def __init__(self, memory: "CpuMemory") -> None:
         self._memory = memory
-        self._core, self._quick = native.core(), native.core_holding_gil()
+        self._core, self._core_holding_gil = native.core(), native.core_holding_gil()
         self._wait = memory.wait_for_peer
         self._peers, self._words = memory.peers, memory.progress_words
         self._own_word = self._words[memory.rank]
-        self._progress = 0  # the same on all ranks between collectives
+        self._progress = 0  # between collectives, all ranks have the same value
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._group: Any = None  # the core's group, created by the first all_reduce
         self._run = self._core.tutti_run
@@ -85,12 +85,12 @@ class CpuCollectives:
             self._ring(out, shared, codes)
 
     def sum_in_place(self, local: torch.Tensor) -> None:
-        """Always None: unlike CUDA, the CPU has no prepared call, as the C core does the work."""
+        """Return None: unlike CUDA, the CPU needs no prepared call, as the C core does the work."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
     ) -> None:
-        """Reduce an ordinary `tensor` in place, through `buffer` of the same shape at `offset`."""
+        """Reduce `tensor` in place, through `buffer` of the same shape at `offset` of the heap."""
         self._memory.check()
         buffer.copy_(tensor)
         self.all_reduce(buffer, offset, op, "auto", tensor, None)
@@ -101,14 +101,14 @@ class CpuCollectives:
         """Every rank reduces all ranks' values in rank order, so all ranks get the same bits."""
         bytes, target = local.nbytes, out.data_ptr()
         self._barrier("all_reduce")
-        if out is local:  # peers are still reading it
+        if out is local:  # peers are still reading `local`
             if bytes > self._scratch.numel():
                 self._scratch = torch.empty(bytes, dtype=torch.uint8)
             target = self._scratch.data_ptr()
         self._reduce(target, self._memory.addresses(offset), local.numel(), codes)
         self._barrier("all_reduce")
         if out is local:
-            self._quick.tutti_put(local.data_ptr(), target, bytes)
+            self._core_holding_gil.tutti_put(local.data_ptr(), target, bytes)
 
     def _two_shot(
         self, local: torch.Tensor, source: int, target: int, codes: tuple[int, int]
@@ -196,7 +196,7 @@ class CpuCollectives:
     # ---- The core's own all_reduce ----
 
     def _run_in_core(self, source: int, target: int, bytes: int, codes: tuple[int, int]) -> None:
-        """Reduce `bytes` from one address to another: one call into C, without staging buffers."""
+        """Reduce `bytes` from `source` to `target`, in one call into C without staging buffers."""
         if self._group is None:
             self._group = self._create_group()
         key = (source, target, bytes, codes)
@@ -219,12 +219,12 @@ class CpuCollectives:
         elif code == native.MISMATCH:
             error = RanksDiffer(text)
         else:
-            error = self._memory.gone("all_reduce") or native.error_for(code, text)
+            error = self._memory.lost_peer_error("all_reduce") or native.error_for(code, text)
         self._memory.mark_unusable(error)
         raise error
 
     def _create_group(self) -> Any:
-        """The core's group of the heap's ranks, on all ranks together; or an error on all."""
+        """Create the core's group on all ranks together. On failure, all ranks raise an error."""
         memory, core = self._memory, self._core
 
         def exchange(text: str) -> list[str]:
@@ -257,7 +257,7 @@ class CpuCollectives:
         return group
 
     def close(self) -> None:
-        """Leave the core's group; not collective."""
+        """Leave the core's group, without the other ranks."""
         if self._group is not None:
             self._core.tutti_group_close(self._group)
             self._group = None
@@ -275,14 +275,14 @@ class CpuCollectives:
         self._memory.store(self._own_word, self._progress)
 
     def _reduce(self, target: int, sources: list[int], count: int, codes: tuple[int, int]) -> None:
-        core = self._quick if count * len(sources) < 8192 else self._core
+        core = self._core_holding_gil if count * len(sources) < 8192 else self._core
         code = core.tutti_reduce_into(target, pointers(sources), len(sources), count, *codes)
         if code != 0:
             raise UsageError(self._core.tutti_error().decode())
 
 
 def pointers(addresses: list[int]) -> "ctypes.Array[ctypes.c_void_p]":
-    """A C array of addresses."""
+    """Return a C array of addresses."""
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
@@ -290,6 +290,6 @@ def pointers(addresses: list[int]) -> "ctypes.Array[ctypes.c_void_p]":
 def _codes(dtype: torch.dtype, op: str) -> tuple[int, int]:
     check_reduction(dtype, op)
     if dtype not in _DTYPES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
-        raise UsageError(f"{dtype} cannot be reduced: convert it to one of {names}")
+        names = ", ".join(str(entry).removeprefix("torch.") for entry in _DTYPES)
+        raise UsageError(f"{dtype} cannot be reduced: convert the tensor to one of {names}")
     return _DTYPES.index(dtype), REDUCTIONS.index(op)

@@ -30,7 +30,7 @@ from tutti.world.errors import UsageError
 # Words with different readers are on different cache lines.
 _PAGE = 4096
 _LINE = 64
-_TEXT = 512  # bytes of a text that ranks exchange
+_TEXT = 512  # size in bytes of a text that ranks exchange
 _LEFT = _LINE  # 1 if the rank has left the heap
 _BARRIERS = 2 * _LINE  # one line per channel
 _EXCHANGE = _BARRIERS + CHANNELS * _LINE  # the barrier that exchange() uses
@@ -48,14 +48,14 @@ _open: set["CpuMemory"] = set()
 
 
 class CpuMemory:
-    """One block of the same size on every rank; an `offset` in bytes is the same on all ranks.
+    """One block of the same size on every rank. An `offset` in bytes is valid on all ranks.
 
-    All ranks of a group create it together and must be on one host. CudaMemory has the same
-    methods.
+    All ranks of a group create the memory together and must be on one host. CudaMemory has the
+    same methods.
     """
 
     backend = "shm"
-    alignment = 64  # bytes of a cache line
+    alignment = 64  # size of a cache line in bytes
     device = torch.device("cpu")
 
     def __init__(self, heap: Heap, reason: str) -> None:
@@ -75,15 +75,16 @@ class CpuMemory:
         self._data = [page + self._data_at for page in self._pages]
         self._blocks = [_as_buffer(core, segment, total) for segment in segments]
         # Calls that cannot block keep the GIL, which is cheaper than releasing it.
-        quick = native.core_holding_gil()
-        self.load: Callable[[int], int] = quick.tutti_load
-        self.store: Callable[[int, int], None] = quick.tutti_store
-        self.fetch_add: Callable[[int, int], int] = quick.tutti_fetch_add
+        core_holding_gil = native.core_holding_gil()
+        self.load: Callable[[int], int] = core_holding_gil.tutti_load
+        self.store: Callable[[int, int], None] = core_holding_gil.tutti_store
+        self.fetch_add: Callable[[int, int], int] = core_holding_gil.tutti_fetch_add
         self.add = self.fetch_add
-        self.compare_swap: Callable[[int, int, int], int] = quick.tutti_compare_swap
-        self.fence: Callable[[], None] = quick.tutti_fence
+        self.compare_swap: Callable[[int, int, int], int] = core_holding_gil.tutti_compare_swap
+        self.fence: Callable[[], None] = core_holding_gil.tutti_fence
         self._wait: Callable[[int, int, float, Any], int] = core.tutti_wait_signal
-        self._put, self._put_signal = quick.tutti_put, quick.tutti_put_signal
+        self._put = core_holding_gil.tutti_put
+        self._put_signal = core_holding_gil.tutti_put_signal
         self._put_large, self._put_signal_large = core.tutti_put, core.tutti_put_signal
         self._arrivals = [0] * _PAGE  # by the offset of the barrier's line
         self._exchanges = 0
@@ -108,7 +109,7 @@ class CpuMemory:
         _open.add(self)
 
     def close(self) -> None:
-        """Leave the heap; peers that still wait for this rank raise PeerLeft. Not collective."""
+        """Leave the heap without the other ranks. Peers that wait for this rank raise PeerLeft."""
         _open.discard(self)
         self.store(self._pages[self.rank] + _LEFT, 1)
         self.collectives.close()
@@ -122,7 +123,7 @@ class CpuMemory:
     def view(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A rank's bytes as a tensor, without a copy."""
+        """Return a view of a rank's memory as a tensor."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -131,11 +132,11 @@ class CpuMemory:
         return torch.frombuffer(self._blocks[rank], dtype=dtype, count=count, offset=at).view(shape)
 
     def address(self, rank: int, offset: int) -> int:
-        """The address of a rank's byte in this process."""
+        """Return the address in this process of the byte at `offset` of a rank."""
         return self._data[rank] + offset
 
     def addresses(self, offset: int) -> list[int]:
-        """The addresses of the byte on all ranks, in rank order."""
+        """Return the addresses of the byte at `offset` of all ranks, in rank order."""
         return [base + offset for base in self._data]
 
     def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None:
@@ -178,7 +179,10 @@ class CpuMemory:
     def wait_word(
         self, address: int, at_least: int, source: int | None, timeout: float, what: str
     ) -> None:
-        """Wait until the word is at least `at_least`; raises if rank `source` (None: any) died."""
+        """Wait until the word is at least `at_least`.
+
+        Raises an error if rank `source` has died; with None, if any rank has died.
+        """
         self.waits += 1
         watched = None if source is None else self._segments[source]
         first = SLICE_SECONDS if timeout > SLICE_SECONDS else timeout
@@ -188,7 +192,7 @@ class CpuMemory:
             try:
                 self.wait_in_slices(address, at_least, ranks, timeout, what)
             except Timeout as error:
-                raise Timeout(f"{error}; its value is {self.load(address)}") from None
+                raise Timeout(f"{error}. The value is {self.load(address)}") from None
 
     def wait_for_peer(self, peer: int, address: int, value: int, what: str) -> None:
         """Wait, in a collective, until a word that only `peer` writes reaches this value."""
@@ -206,24 +210,29 @@ class CpuMemory:
     def wait_in_slices(
         self, address: int, value: int, watched: Sequence[int], timeout: float, what: str
     ) -> None:
-        """Wait after the first slice: between slices, check whether the peers are still alive."""
+        """Continue a wait after its first slice. Between slices, check that the peers are alive."""
         deadline = time.monotonic() + timeout - min(timeout, SLICE_SECONDS)
         while True:
-            gone = self.gone(what, watched)
-            if gone is not None and self.load(address) < value:
-                raise gone
+            error = self.lost_peer_error(what, watched)
+            if error is not None and self.load(address) < value:
+                raise error
             # 0 must not be passed to the core, where it means to wait forever.
             remaining = min(deadline - time.monotonic(), SLICE_SECONDS)
             if remaining <= 0:
                 if self.load(address) >= value:
                     return
-                alive = f": rank {watched[0]} is alive" if len(watched) == 1 else ""
+                alive = f", but rank {watched[0]} is alive" if len(watched) == 1 else ""
                 raise Timeout(f"rank {self.rank} waited {timeout:g} s for {what}{alive}")
             if self._wait(address, value, remaining, None) == 0:
                 return
 
-    def gone(self, waiting_for: str, watched: Sequence[int] | None = None) -> Exception | None:
-        """The error for the first of the watched ranks (None: all) that has died or left."""
+    def lost_peer_error(
+        self, waiting_for: str, watched: Sequence[int] | None = None
+    ) -> Exception | None:
+        """Return the error for the first watched rank that has died or left the heap, or None.
+
+        The default of `watched` is all other ranks.
+        """
         ranks = self.peers if watched is None else watched
         is_alive = self._core.tutti_segment_owner_lives
         dead = [peer for peer in ranks if not is_alive(self._segments[peer])]
@@ -245,7 +254,7 @@ class CpuMemory:
         HeapRendezvous.check_same_calls(self.exchange(call, call))
 
     def exchange(self, text: str, what: str) -> list[str]:
-        """Every rank's short text, in rank order."""
+        """Return the texts of all ranks, in rank order. Longer texts are cut to 511 bytes."""
         # Two buffers are used in turn. Before a rank writes to a buffer again, it has passed the
         # barrier of the other buffer, which all ranks entered after they had read this buffer.
         at = _TEXTS + _TEXT * (self._exchanges % 2)
@@ -263,7 +272,7 @@ class CpuMemory:
             self.wait_for_peer(peer, self._pages[peer] + line, count, what)
 
     def mark_unusable(self, error: BaseException) -> None:
-        """Record that the ranks' arrival counts now differ: no further collective is possible."""
+        """Record that no further collective is possible, because the arrival counts differ."""
         self._broken = f"{type(error).__name__}: {error}"
 
     @property
@@ -275,7 +284,7 @@ class CpuMemory:
         """Raise UsageError if an earlier barrier or collective has failed."""
         if self._broken is not None:
             raise UsageError(
-                f"this heap is unusable after an earlier error ({self._broken}): close it and "
+                f"this heap is unusable after an earlier error ({self._broken}). Close it and "
                 "create another heap"
             )
 
@@ -286,21 +295,20 @@ class CpuMemory:
 def _open_segments(
     rendezvous: HeapRendezvous, core: Any, segment_bytes: int, bytes: int, signals: int
 ) -> list[Any]:
-    """Every rank's segment, in rank order; or the same error on all ranks.
-
+    """Return the segments of all ranks, in rank order. All ranks raise the same error.
     Two ranks share a host if one can open the other's segment and reads from it the random number
     that the other wrote.
     """
-    own = core.tutti_segment_create(f"heap {rendezvous.number}".encode(), segment_bytes)
+    own_segment = core.tutti_segment_create(f"heap {rendezvous.number}".encode(), segment_bytes)
     token, fd, failure = secrets.randbits(62), -1, None
-    if own:
-        ctypes.c_uint64.from_address(core.tutti_segment_base(own)).value = token
-        fd = core.tutti_segment_fd(own)
+    if own_segment:
+        ctypes.c_uint64.from_address(core.tutti_segment_base(own_segment)).value = token
+        fd = core.tutti_segment_fd(own_segment)
     else:
         failure = core.tutti_error().decode()
-    segments: dict[int, Any] = {rendezvous.rank: own} if own else {}
+    segments: dict[int, Any] = {rendezvous.rank: own_segment} if own_segment else {}
     try:
-        ranks = rendezvous.introduce(bytes, signals, failure, fd=fd, token=token)
+        ranks = rendezvous.exchange_rank_info(bytes, signals, failure, fd=fd, token=token)
         for rank, peer in enumerate(ranks):
             if rank == rendezvous.rank:
                 continue
@@ -324,7 +332,7 @@ def _open_segments(
 
 
 def _as_buffer(core: Any, segment: Any, bytes: int) -> Any:
-    """A segment as a buffer; it is unmapped when neither the heap nor a tensor uses it."""
+    """Return a buffer of a segment. It is unmapped when neither the heap nor a tensor uses it."""
 
     class Mapping(ctypes.Array):  # type: ignore[type-arg]
         _type_ = ctypes.c_char
@@ -341,11 +349,11 @@ def _unreachable(ranks: list[dict[str, Any]], rank: int, other: int, why: str) -
     host, peer = ranks[rank]["host"], ranks[other]
     if ranks[rank]["boot"] != peer["boot"]:
         return (
-            f"a heap in shared memory needs all ranks on one host, but rank {rank} is on {host}, "
-            f"rank {other} on {peer['host']}: make a group per host (dist.new_subgroups) and a "
-            "heap per group"
+            f"a heap in shared memory needs all ranks on one host, but rank {rank} is on {host} "
+            f"and rank {other} is on {peer['host']}: make a group per host (dist.new_subgroups) "
+            "and a heap per group"
         )
     return (
         f"rank {rank} cannot open the memory of rank {other} (process {peer['pid']} on "
-        f"{peer['host']}): {why}: ranks in containers need one process namespace and one user"
+        f"{peer['host']}): {why}. Ranks in containers need one process namespace and one user"
     )

@@ -109,7 +109,7 @@ class CudaCollectives:
             self._ring(out, offset, op)
 
     def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
-        """A function that sums this tensor in place; None if torch has no kernel for the tensor.
+        """Return a function that sums this tensor in place, or None if torch has no such kernel.
 
         All choices are made in advance, because gradients are summed often.
         """
@@ -152,7 +152,7 @@ class CudaCollectives:
         self._barrier()
 
     def _ring(self, tensor: torch.Tensor, offset: int, op: str) -> None:
-        """The same steps as on the CPU, with a barrier after each step: a baseline."""
+        """Run the same steps as on the CPU, with a barrier after each step, as a baseline."""
         size, rank = self._memory.size, self._memory.rank
         ends = rank_parts(tensor.numel(), size, tensor.itemsize)
         self._barrier()
@@ -171,7 +171,7 @@ class CudaCollectives:
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
     ) -> None:
-        """Reduce `tensor` in place through `buffer`, which has its shape and is at `offset`."""
+        """Reduce `tensor` in place, through `buffer` of the same shape at `offset` of the heap."""
         self._memory.check()
         check_reduction(tensor.dtype, op)
         self.calls += 1
@@ -210,7 +210,7 @@ class CudaCollectives:
     def _parts(
         self, ranks: Iterable[int], offset: int, like: torch.Tensor, first: int, last: int
     ) -> list[torch.Tensor]:
-        """Elements `first` to `last`, flat, of the tensor at `offset` of each rank."""
+        """Return a flat view of elements [first, last) of each rank's tensor at `offset`."""
         view, shape = self._memory.view, (like.numel(),)
         return [view(rank, offset, shape, like.dtype)[first:last] for rank in ranks]
 
@@ -225,7 +225,10 @@ class CudaCollectives:
 
 
 def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduce the parts in rank order; 16-bit floats are reduced in float32 and rounded once."""
+    """Return the reduction of the parts in rank order.
+
+    16-bit floats are reduced in float32 and rounded once.
+    """
     short = parts[0].dtype in (torch.float16, torch.bfloat16)
     total = parts[0].float() if short else parts[0]
     for part in parts[1:]:

@@ -34,7 +34,7 @@ _REMEMBERED_WAITS = 256  # the number of waits whose descriptions are kept for t
 
 
 class CudaMemory:
-    """The same methods as CpuMemory. Created on all ranks of a group together."""
+    """GPU memory, with the same methods as CpuMemory. All ranks of a group create it together."""
 
     alignment = 256
 
@@ -55,22 +55,22 @@ class CudaMemory:
         self._rendezvous = HeapRendezvous(heap.group, heap.timeout)
         with torch.cuda.device(device):
             self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
-            # In host memory, so that the host can read it without waiting for the GPU.
+            # The flag is in host memory, so that the host can read it without waiting for the GPU.
             self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
             self._waits: dict[int, str] = {}  # descriptions of waits, by the number of the wait
             self._wait_count = 0
             self._broken: str | None = None
-            self._pids: list[int | None] = []  # of each rank; None for ranks on other hosts
-            ranks = self._introduce(signals)
+            self._pids: list[int | None] = []  # the pid of each rank; None for other hosts
+            ranks = self._exchange_rank_info(signals)
             boot = ranks[self.rank]["boot"]
             self._pids = [values["pid"] if values["boot"] == boot else None for values in ranks]
             gpus = [values["gpu"] for values in ranks]
             sharing = max(gpus.count(gpu) for gpu in gpus)  # the number of ranks on one GPU
             if sharing > 1 and backend == "nvshmem":
                 raise UsageError(
-                    f"backend='nvshmem': {sharing} ranks share a GPU, where torch's NVSHMEM "
-                    "crashes: use backend='cuda', or a GPU per rank"
+                    f"backend='nvshmem' crashes in torch if ranks share a GPU, but {sharing} ranks "
+                    "share a GPU: use backend='cuda', or a GPU per rank"
                 )
             _select_backend(symm_mem, backend, device)
             self.backend_stats = {"ranks_on_gpu": sharing}
@@ -88,8 +88,8 @@ class CudaMemory:
             self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
             if 0 in self._bases:
                 raise UsageError(
-                    f"rank {self.rank} cannot reach the memory of rank {self._bases.index(0)} "
-                    f"directly: a heap needs GPUs that are linked (backend={backend!r})"
+                    f"rank {self.rank} cannot access the memory of rank {self._bases.index(0)} "
+                    f"directly: a heap needs GPUs with peer access (backend={backend!r})"
                 )
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
             self.collectives = CudaCollectives(self)
@@ -99,22 +99,22 @@ class CudaMemory:
             self.stream_barrier(CHANNELS, "the first barrier")
             self.quiet()
 
-    def _introduce(self, signals: int) -> list[dict[str, Any]]:
-        """Compile the kernels, and exchange parameters with the other ranks."""
+    def _exchange_rank_info(self, signals: int) -> list[dict[str, Any]]:
+        """Compile the kernels, and return the information about all ranks."""
         failure = None
         try:
             self._compile_kernels()
         except Exception as error:
             failure = (
-                f"its kernels do not compile or run ({type(error).__name__}: {error}): Triton "
+                f"its kernels do not compile or run ({type(error).__name__}: {error}). Triton "
                 "needs a C compiler"
             )
         properties = torch.cuda.get_device_properties(self.device)
         gpu = str(getattr(properties, "uuid", f"{socket.gethostname()}:{self.device}"))
-        return self._rendezvous.introduce(self.bytes, signals, failure, gpu=gpu)
+        return self._rendezvous.exchange_rank_info(self.bytes, signals, failure, gpu=gpu)
 
     def _compile_kernels(self) -> None:
-        """Compile and run each kernel once, on scratch memory, before other ranks wait for it."""
+        """Compile each kernel and run it once on scratch memory, before other ranks wait for it."""
         table, count, arrival = 0, 8, 16
         scratch = torch.zeros(3, dtype=torch.int64, device=self.device)
         word = scratch.data_ptr()
@@ -126,7 +126,7 @@ class CudaMemory:
         self.compare_swap(word, 2, 3)
 
     def _allocate(self, symm_mem: Any, bytes: int) -> torch.Tensor:
-        """Allocate a zeroed block; raises on all ranks if one rank cannot allocate its block.
+        """Return a zeroed block. If one rank cannot allocate its block, all ranks raise an error.
 
         Otherwise torch's rendezvous would wait for that rank forever.
         """
@@ -232,7 +232,7 @@ class CudaMemory:
         self.stream_barrier(channel, "a barrier")
 
     def stream_barrier(self, channel: int, what: str) -> None:
-        """A barrier between the current streams of all ranks; collectives use channel CHANNELS."""
+        """Enqueue a barrier of the current streams of all ranks. Collectives use CHANNELS."""
         arrivals = self._arrivals_at + 8 * channel * self.size
         count = self._counts_at + 8 * channel
         words = (self._table.data_ptr(), self.rank, self.size, arrivals, count)
@@ -253,7 +253,7 @@ class CudaMemory:
         """Raise the error of an earlier wait on the GPU, if one timed out."""
         if self._broken is not None:
             raise UsageError(
-                f"this heap is unusable after an earlier error ({self._broken}): close it and "
+                f"this heap is unusable after an earlier error ({self._broken}). Close it and "
                 "create another heap"
             )
         number = self._failed_word.value
@@ -306,7 +306,7 @@ class CudaMemory:
 
 
 def _signed(value: int) -> int:
-    """The signed number with the same 64 bits: the kernels' words are signed."""
+    """Return the signed number with the same 64 bits, because the kernels' words are signed."""
     value %= 1 << 64
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -322,5 +322,5 @@ def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
     except RuntimeError as error:
         raise UsageError(
             f"backend={backend!r}: this process already uses torch's {now} symmetric memory, and "
-            f"torch allows only one: create all heaps with the same backend ({error})"
+            f"torch allows only one backend. Create all heaps with the same backend ({error})"
         ) from None

@@ -41,13 +41,13 @@ def swap_word(address, expected, desired, before):
 
 @triton.jit
 def _now():
-    """The time in ns, the same for all threads: with different times the threads would diverge."""
+    """Return the time in ns. All threads get the same time, so that they do not diverge."""
     return tl.max(tl.extra.cuda.globaltimer() + tl.arange(0, 32), axis=0)
 
 
 @triton.jit
 def _await(word, at_least, start, limit_ns):
-    """Load until the word reaches `at_least` or the time is over; returns the last value."""
+    """Load the word until it reaches `at_least` or the time is over. Return the last value."""
     value = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     while (value < at_least) & (_now() - start < limit_ns):
         value = tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -70,9 +70,9 @@ def wait_for_word(address, at_least, limit_ns, failed, number):
     do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "number"]
 )
 def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, number):
-    """A barrier. `bases` has each rank's base address. At offset `arrivals` each rank has a word
-    per peer, to which that peer writes its barrier count. At offset `count` a rank keeps its own
-    count: in device memory, so that the kernel can be part of a CUDA graph."""
+    """Wait for all ranks. `bases` contains each rank's base address. At offset `arrivals` each rank
+    has a word per peer, to which that peer writes its barrier count. At offset `count` a rank keeps
+    its own count, in device memory, so that the kernel can be part of a CUDA graph."""
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
     own_base = tl.load(table + rank)
     own_count = (own_base + count).to(tl.pointer_type(tl.int64))

@@ -33,8 +33,8 @@ class Heap:
     device: cpu or cuda; None takes the device of the group's backend. backend: "shm" is shared
     memory on one host (CPU), "cuda" is torch's symmetric memory, "nvshmem" is torch's NVSHMEM;
     "auto" takes the first backend for the device, and the attribute `reason` explains the choice.
-    signals: the number of signal slots of each rank. timeout: in seconds, for every wait that has
-    no timeout of its own.
+    signals: the number of signal slots of each rank. timeout: the timeout in seconds of every wait
+    that is not called with a timeout.
 
     On the CPU, calls take effect immediately. On CUDA, calls are enqueued on the current stream and
     run in stream order; calls that return a number wait for the stream.
@@ -54,7 +54,7 @@ class Heap:
             raise UsageError("a heap needs a world: call tutti.init() first")
         self.group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         if bytes < 1 or signals < 1:
-            raise UsageError(f"bytes={bytes}, signals={signals}: both must be at least 1")
+            raise UsageError(f"bytes and signals must be at least 1, got {bytes} and {signals}")
         self.timeout = checked_seconds("timeout", timeout)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.bytes, self.signals = bytes, signals
@@ -74,31 +74,32 @@ class Heap:
     def empty(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     ) -> SymmetricTensor:
-        """A tensor on every rank, not initialised."""
+        """Create a tensor on every rank, without initialising it, and return this rank's tensor."""
         return self._tensor("empty", shape, dtype, zero=False)
 
     def zeros(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     ) -> SymmetricTensor:
-        """A tensor of zeros on every rank; all ranks' tensors are zeroed when this returns."""
+        """Like `empty`, but when the call returns, the tensors of all ranks are zeroed."""
         return self._tensor("zeros", shape, dtype, zero=True)
 
     def counters(self, count: int, *, spacing: int = 64) -> Counters:
-        """Zeroed 64-bit counters on every rank, `spacing` bytes apart.
+        """Create zeroed 64-bit counters on every rank, `spacing` bytes apart, and return them.
 
-        With the default of 64, each counter has its own cache line: faster if many ranks change it.
+        With the default of 64, each counter has its own cache line, which is faster if many ranks
+        change the counters.
         """
         if count < 1 or spacing < 8 or spacing % 8:
             raise UsageError(
                 f"counters(count={count}, spacing={spacing}): count must be at least 1, and "
-                "spacing a multiple of 8 bytes"
+                "spacing must be a multiple of 8 bytes"
             )
         offset = self._allocate(f"counters({count}, spacing={spacing})", count * spacing, zero=True)
         counters = self._objects[offset] = Counters(self, offset, count, spacing)
         return counters
 
     def free(self, target: "HeapObject") -> None:
-        """Free a tensor or counters, on all ranks. Their views must not be used any more."""
+        """Free a tensor or counters. All ranks must call this; their views become invalid."""
         name = f"counters at {target.offset}"
         if isinstance(target, SymmetricTensor):
             name = f"tensor {tuple(target.shape)} {target.dtype} at {target.offset}"
@@ -113,7 +114,10 @@ class Heap:
     def signal(
         self, to: int, slot: int = 0, value: int = 1, op: Literal["set", "add"] = "set"
     ) -> None:
-        """Set a slot of rank `to`, or add to it, with release: a waiter sees all earlier puts."""
+        """Set a slot of rank `to` or add to the slot (release).
+
+        A rank that waits for the slot then sees all earlier puts of this rank.
+        """
         if not 0 <= to < self.size:
             self.refuse_rank(to)
         if not 0 <= slot < self.signals or (op != "set" and op != "add"):
@@ -125,7 +129,7 @@ class Heap:
             self.memory.store(address, value)
 
     def read_signal(self, slot: int = 0) -> int:
-        """The current value of one of this rank's own slots (acquire)."""
+        """Return the current value of one of this rank's slots (acquire)."""
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
         return self.memory.load(self.memory.signal_address(self.rank, slot))
@@ -137,12 +141,12 @@ class Heap:
         source: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until this rank's own slot is at least `at_least`; earlier puts are then visible.
+        """Wait until this rank's slot is at least `at_least`; earlier puts are then visible.
 
-        source: the rank that is expected to signal, whose death ends the wait; None: any rank.
-        Raises Timeout, PeerDied or PeerLeft. Slots are not reset: use increasing values, or signal
-        0 to this rank itself. On CUDA the stream waits, not the caller, and a later call raises
-        Timeout.
+        source: the rank that is expected to signal, or None for any rank; if it dies, the wait
+        ends. Raises Timeout, PeerDied or PeerLeft. Slots are not reset: use increasing values, or
+        signal 0 to this rank itself. On CUDA the stream waits, not the caller, and a later call
+        raises Timeout.
         """
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
@@ -169,13 +173,13 @@ class Heap:
         Threads or streams that synchronise independently of each other use different channels.
         """
         if not 0 <= channel < CHANNELS:
-            raise UsageError(f"channel={channel}: channels are 0 to {CHANNELS - 1}")
+            raise UsageError(f"channel must be 0 to {CHANNELS - 1}, got {channel}")
         self.memory.barrier(channel)
 
     # ---- Statistics and end ----
 
     def stats(self) -> dict[str, Any]:
-        """The backend, free memory, and how often this rank used each operation."""
+        """Return the backend, the free memory, and the number of calls of each operation."""
         memory = self.memory
         counts = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {
@@ -190,7 +194,7 @@ class Heap:
         }
 
     def close(self) -> None:
-        """Close the heap, on all ranks together. Safe to call twice."""
+        """Close the heap. All ranks must call this together; a second call does nothing."""
         if self.closed:
             return
         try:
@@ -214,7 +218,7 @@ class Heap:
             return
         self.closed = True
         memory = self.memory
-        reason = "this heap is closed: create another heap, or close this one later"
+        reason = "this heap is closed: create another heap, or close this heap later"
         self.memory = cast("HeapMemory", Released(reason))
         for target in self._objects.values():
             target.release(reason)
@@ -226,14 +230,14 @@ class Heap:
     ) -> SymmetricTensor:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
-            raise UsageError(f"shape={sizes}: sizes must not be negative")
+            raise UsageError(f"the sizes of a shape must not be negative, got {sizes}")
         bytes = torch.Size(sizes).numel() * dtype.itemsize
         offset = self._allocate(f"{name}({sizes}, {dtype})", bytes, zero)
         tensor = self._objects[offset] = SymmetricTensor(self, offset, sizes, dtype)
         return tensor
 
     def _allocate(self, call: str, bytes: int, zero: bool) -> int:
-        """The offset of `bytes` bytes, after checking that all ranks make the same call."""
+        """Allocate memory and return its offset. Raise RanksDiffer if the ranks' calls differ."""
         offset, full = -1, None
         try:
             offset = self._allocator.allocate(bytes)
@@ -258,14 +262,14 @@ class Heap:
     def refuse_signal(self, slot: int, op: str = "set") -> NoReturn:
         """Raise the error for a wrong slot or operation of a signal."""
         if op not in ("set", "add"):
-            raise UsageError(f"op={op!r}: a signal is 'set' or 'add'")
+            raise UsageError(f"op must be 'set' or 'add', got {op!r}")
         raise UsageError(
-            f"slot={slot}: the heap has signal slots 0 to {self.signals - 1}: create it with "
-            f"signals={slot + 1} or more"
+            f"slot={slot} does not exist: the heap has signal slots 0 to {self.signals - 1}. "
+            f"Create the heap with signals={slot + 1} or more"
         )
 
     def _create_memory(self, device: str | torch.device | None, backend: str) -> "HeapMemory":
-        """The memory of the requested backend, or of the first backend for the device."""
+        """Create the memory with the requested backend, or with the device's first backend."""
         if device is not None:
             kind, why = torch.device(device), "requested"
         elif "nccl" in str(dist.get_backend_config(self.group)) and torch.cuda.is_available():
@@ -273,7 +277,7 @@ class Heap:
         else:
             kind, why = torch.device("cpu"), "the group has no NCCL"
         if kind.type not in ("cpu", "cuda"):
-            raise UsageError(f"device={device!r}: use cpu or cuda")
+            raise UsageError(f"device must be cpu or cuda, got {device!r}")
         if kind.type == "cuda" and kind.index is None and torch.cuda.is_available():
             kind = torch.device("cuda", torch.cuda.current_device())
         backends = available(kind)
@@ -284,7 +288,7 @@ class Heap:
             if backend not in known:
                 raise UsageError(f"backend={backend!r}: {did_you_mean(backend, known)}")
             raise UsageError(
-                f"backend={backend!r} does not serve device {kind} ({why}): use "
+                f"backend={backend!r} does not support device {kind} ({why}): use "
                 f"{' or '.join(backends)}"
             )
         can_be_used, reason = backends[backend]
@@ -301,8 +305,7 @@ class Heap:
 
 
 def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
-    """For each backend of a device, whether it can be used here, and why: {"shm": (True, "…")}.
-
+    """Return whether each backend of a device can be used here, and why: {"shm": (True, "…")}.
     The backend for cpu is shm; the backends for cuda are cuda and nvshmem. `Heap` checks whether
     ranks share a host or a GPU.
     """
@@ -333,14 +336,14 @@ def _cuda_available() -> tuple[bool, str]:
     if torch.version.hip is not None:
         return False, "this torch is built for ROCm, but the heap's kernels need an NVIDIA GPU"
     if importlib.util.find_spec("triton") is None:
-        return False, "signals and atomics are Triton kernels: pip install triton"
+        return False, "Triton is missing (signals and atomics are Triton kernels): install triton"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return False, f"torch {torch.__version__} has no symmetric memory: use 2.11 or newer"
     return True, "torch's symmetric memory on NVIDIA GPUs"
 
 
 class Allocator:
-    """First-fit offsets in a block of `bytes`; allocations begin at multiples of `alignment`.
+    """Allocates offsets in a block of `bytes`, first fit; offsets are multiples of `alignment`.
 
     Every rank makes the same calls on its own allocator, so offsets agree without communication.
     """
@@ -352,7 +355,7 @@ class Allocator:
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), by offset, never adjacent
 
     def rounded(self, bytes: int) -> int:
-        """The bytes that an allocation takes. Even 0 bytes take some, so that offsets differ."""
+        """Return the size of an allocation. It is never 0, so that offsets differ."""
         return max(1, -(-bytes // self.alignment)) * self.alignment
 
     def allocate(self, wanted: int) -> int:
@@ -368,9 +371,9 @@ class Allocator:
             self.taken[offset] = rounded
             return offset
         raise UsageError(
-            f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes {self.free_bytes} "
-            f"are free, at most {self.largest_gap} contiguous: create the heap with bytes="
-            f"{self.bytes + rounded} or more, or free tensors that are no longer needed"
+            f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes, "
+            f"{self.free_bytes} are free, at most {self.largest_gap} contiguous. Create the heap "
+            f"with bytes={self.bytes + rounded} or more, or free tensors that are not needed"
         )
 
     def free(self, offset: int) -> None:
@@ -391,5 +394,5 @@ class Allocator:
 
     @property
     def largest_gap(self) -> int:
-        """The largest allocation that would fit now."""
+        """The size of the largest allocation that would fit now."""
         return max((length for _, length in self._gaps), default=0)

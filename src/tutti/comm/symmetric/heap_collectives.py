@@ -1,4 +1,4 @@
-"""Collectives on symmetric tensors: every rank reads the other ranks' memory, nothing is sent.
+"""Collectives on symmetric tensors: every rank reads the other ranks' memory; nothing is sent.
 
 all_reduce_staged reduces ordinary tensors through a symmetric buffer, for small tensors on GPUs.
 """
@@ -25,7 +25,7 @@ def all_reduce(
     algorithm: Algorithm = "auto",
     out: torch.Tensor | SymmetricTensor | None = None,
 ) -> torch.Tensor:
-    """Reduce `t` over all ranks of its heap, in place unless `out` is given; returns the result.
+    """Reduce `t` over all ranks of its heap, in place unless `out` is given, and return the result.
 
     op: sum, mean, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm: with
     one_shot every rank reads the tensors of all ranks (for small tensors); with two_shot each rank
@@ -34,8 +34,8 @@ def all_reduce(
     same result.
 
     `out` may be any tensor of the shape and dtype of `t`; two_shot and ring need a tensor that
-    peers can read: a symmetric tensor of the same heap. Call it on all ranks. A heap runs only one
-    collective at a time. On CUDA the collective is enqueued on the current stream.
+    peers can read: a symmetric tensor of the same heap. All ranks must call this function. A heap
+    runs only one collective at a time. On CUDA the collective is enqueued on the current stream.
     """
     _check_symmetric("all_reduce", t)
     if out is None and t.sum_in_place and op == "sum" and algorithm in ("auto", "two_shot"):
@@ -63,7 +63,8 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
     shape = (size * t.shape[0], *t.shape[1:]) if t.shape else (size,)
     if out is not None and out.numel() != size * t.count:
         raise UsageError(
-            f"out= has {out.numel()} elements: {size} ranks × {t.count} = {size * t.count} needed"
+            f"out= must have {size} ranks × {t.count} = {size * t.count} elements, "
+            f"got {out.numel()}"
         )
     out = _output(out, shape if out is None else tuple(out.shape), t)
     t.memory.collectives.all_gather(t.local, t.offset, out)
@@ -73,13 +74,13 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
 def reduce_scatter(
     t: SymmetricTensor, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reduce `t`, which keeps its values, over all ranks; returns this rank's part of dim 0."""
+    """Reduce `t` over all ranks, and return this rank's part of dim 0. `t` keeps its values."""
     _check_symmetric("reduce_scatter", t)
     size = t.heap.size
     if not t.shape or t.shape[0] % size:
         raise UsageError(
-            f"reduce_scatter of shape {tuple(t.shape)} over {size} ranks: the first dimension must "
-            f"be a multiple of {size}"
+            f"reduce_scatter over {size} ranks: the first dimension must be a multiple of {size}, "
+            f"got shape {tuple(t.shape)}"
         )
     out = _output(out, (t.shape[0] // size, *t.shape[1:]), t)
     t.memory.collectives.reduce_scatter(t.local, t.offset, op, out)
@@ -89,13 +90,13 @@ def reduce_scatter(
 def _check_symmetric(name: str, t: object) -> None:
     if not isinstance(t, SymmetricTensor):
         raise UsageError(
-            f"symmetric.{name} needs a SymmetricTensor, got {type(t).__name__}: create it with "
+            f"symmetric.{name} needs a SymmetricTensor, got {type(t).__name__}. Create it with "
             f"heap.empty or heap.zeros, or use comm.{name} for ordinary tensors"
         )
 
 
 def _output(out: torch.Tensor | None, shape: tuple[int, ...], t: SymmetricTensor) -> torch.Tensor:
-    """The caller's `out`, checked, or a new tensor."""
+    """Return `out` after checking it, or a new tensor if `out` is None."""
     if out is None:
         return torch.empty(shape, dtype=t.dtype, device=t.local.device)
     if tuple(out.shape) != shape or out.dtype is not t.dtype or out.device != t.local.device:
@@ -112,18 +113,19 @@ def _output(out: torch.Tensor | None, shape: tuple[int, ...], t: SymmetricTensor
 
 
 def check_reduction(dtype: torch.dtype, op: str) -> None:
-    """Raise UsageError for a reduction that is not defined, before any rank has started it."""
+    """Raise UsageError if the reduction is not defined. Call this before the reduction starts."""
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
     if dtype.is_floating_point and op in ("band", "bor", "bxor"):
         raise UsageError(f"op={op!r} is not defined for {dtype}: use it with integers")
     if not dtype.is_floating_point and op == "mean":
-        raise UsageError(f"op='mean' of {dtype} would round: use sum, or a floating-point tensor")
+        raise UsageError(
+            f"op='mean' of {dtype} would round the result: use sum, or a floating-point tensor"
+        )
 
 
 def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
-    """The first element and the end of each rank's part of `count` elements.
-
+    """Return (first, end) of each rank's part of `count` elements.
     Parts begin at multiples of a cache line (64 bytes).
     """
     per_line = 64 // itemsize
@@ -133,7 +135,7 @@ def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
 
 
 def out_must_be_symmetric(algorithm: str) -> UsageError:
-    """The error for an `out` outside the heap, if peers must read the result from it."""
+    """Return the error for an `out` outside the heap from which peers must read the result."""
     return UsageError(
         f"algorithm={algorithm!r} needs an out= that peers can read: use a symmetric tensor of the "
         "same heap, or algorithm='one_shot'"
@@ -144,7 +146,7 @@ def out_must_be_symmetric(algorithm: str) -> UsageError:
 
 STAGED_BYTES = 1 << 20  # above this size NCCL is faster, or nearly as fast
 
-# The buffer of each group, by the group's name: creating a buffer takes milliseconds.
+# The buffers are kept for later calls, because creating a buffer takes milliseconds.
 _stages: dict[tuple[str, torch.device], "Stage"] = {}
 
 
@@ -154,7 +156,7 @@ def all_reduce_staged(
     """Reduce an ordinary tensor of at most 1 MiB in place, through a buffer in symmetric memory.
 
     The first call of a group creates the buffer, on all its ranks; the buffer lives as long as the
-    group. With `Stage` you create and close such a buffer yourself.
+    group. To create and close the buffer yourself, use `Stage`.
     """
     world = dist.group.WORLD if group is None else group
     if world is None:
@@ -163,7 +165,7 @@ def all_reduce_staged(
     stage = _stages.get(key)
     if stage is None or stage.heap.group is not world:  # an earlier group had the same name
         for old_key, old_stage in list(_stages.items()):
-            if old_stage.heap.group not in distributed_c10d._world.pg_map:  # destroyed
+            if old_stage.heap.group not in distributed_c10d._world.pg_map:  # it was destroyed
                 del _stages[old_key]
                 old_stage.heap.leave()
         stage = _stages[key] = Stage(world, tensor.device)
@@ -182,11 +184,11 @@ class Stage:
     ) -> None:
         self.heap = Heap(group, bytes=STAGED_BYTES + 4096, device=device, signals=1)
         self._buffer = self.heap.empty(STAGED_BYTES, torch.uint8)
-        # The buffer's first bytes in the shape of each tensor that was reduced.
+        # Views of the buffer's first bytes, by the dtype and shape of the tensors to reduce.
         self._views: dict[tuple[torch.dtype, torch.Size], SymmetricTensor] = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce `tensor` over all ranks, in place; returns it."""
+        """Reduce `tensor` over all ranks in place, and return `tensor`."""
         if tensor.nbytes > STAGED_BYTES:
             raise UsageError(
                 f"a tensor of {tensor.nbytes} bytes exceeds the buffer of {STAGED_BYTES}: use "
@@ -205,5 +207,5 @@ class Stage:
         return tensor
 
     def close(self) -> None:
-        """Free the buffer, on all ranks together."""
+        """Free the buffer. All ranks must call this together."""
         self.heap.close()

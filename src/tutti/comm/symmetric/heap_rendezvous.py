@@ -1,4 +1,7 @@
-"""The exchange between ranks that create a heap, through the store of their group; wait errors."""
+"""Exchanges values between the ranks that create a heap, through the store of their process group.
+
+Also defines the errors that a wait can raise.
+"""
 
 import os
 import socket
@@ -14,22 +17,25 @@ from tutti.world.exchange import RanksMissing, gather_json_from_store, name_rank
 
 
 class Timeout(TimeoutError):
-    """A wait took longer than its timeout; the message names the rank and the seconds."""
+    """A wait took longer than its timeout. The message names the rank and the timeout."""
 
 
 def lost_peer(kind: type[PeerDied | PeerLeft], rank: int, waiting_for: str) -> PeerDied | PeerLeft:
-    """The error for a peer that died, or that closed the heap, while this rank waited for it."""
+    """Return the error for a peer that died or closed the heap while this rank waited for it."""
     died = kind is PeerDied
     error = kind(
         f"rank {rank} {'died' if died else 'closed the heap'} while this rank waited for "
-        f"{waiting_for}" + ("" if died else ": close the heap on all ranks together")
+        f"{waiting_for}" + ("" if died else ". Close the heap on all ranks together")
     )
     error.rank = rank
     return error
 
 
 class HeapRendezvous:
-    """Exchanges values between all ranks of a group. All ranks create heaps in the same order."""
+    """Exchanges values between all ranks of a group.
+
+    All ranks must create their heaps in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank = group.rank()
@@ -43,7 +49,7 @@ class HeapRendezvous:
         self._rounds = 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, as JSON."""
+        """Return the values of all ranks, in rank order. `value` must be JSON-serializable."""
         self._rounds += 1
         try:
             values = gather_json_from_store(
@@ -52,18 +58,19 @@ class HeapRendezvous:
         except RanksMissing as missing:
             raise Timeout(
                 f"symmetric.Heap: rank {self.rank} waited {self._timeout} s for "
-                f"{name_ranks(missing.ranks)}: make this call on every rank of the group"
+                f"{name_ranks(missing.ranks)}. Every rank of the group must make this call"
             ) from None
-        if self._rounds > 1:  # no rank still reads the previous round, as all are in this round
+        if self._rounds > 1:  # all ranks are in this round, so none still reads the previous one
             self._store.delete_key(f"{self._rounds - 1}/{self.rank}")
         return values
 
-    def introduce(
+    def exchange_rank_info(
         self, bytes: int, signals: int, failure: str | None, **details: Any
     ) -> list[dict[str, Any]]:
-        """Exchange every rank's process, host, heap size, failure (None: no failure) and details.
+        """Return the host, boot id, pid, heap size, failure and details of every rank.
 
-        Raises the same error on all ranks if the heap sizes differ or if a rank has failed.
+        `failure` is the reason why this rank cannot create the heap, or None. All ranks raise the
+        same error if the heap sizes differ or if a rank has failed.
         """
         process = {"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid()}
         ranks = self.exchange({"heap": [bytes, signals], "failure": failure} | process | details)
@@ -71,8 +78,10 @@ class HeapRendezvous:
         for rank, values in enumerate(ranks):
             if values["heap"] != first:
                 raise RanksDiffer(
-                    "rank 0 creates a heap of {} bytes and {} signals, rank {} of {} bytes and {} "
-                    "signals: use the same numbers".format(*first, rank, *values["heap"])
+                    "rank 0 creates a heap of {} bytes and {} signals, but rank {} creates a heap "
+                    "of {} bytes and {} signals. Use the same sizes on all ranks".format(
+                        *first, rank, *values["heap"]
+                    )
                 )
         for rank, values in enumerate(ranks):
             if values["failure"] is not None:
@@ -82,15 +91,15 @@ class HeapRendezvous:
         return ranks
 
     def end(self) -> None:
-        """Delete this rank's last value from the store; call it when all ranks have read it."""
+        """Delete this rank's last value from the store. All ranks must have read the value."""
         self._store.delete_key(f"{self._rounds}/{self.rank}")
 
     @staticmethod
     def check_same_calls(calls: list[str]) -> None:
-        """Raise the same error on all ranks unless all make the same call."""
+        """Raise the same error on all ranks if the ranks make different calls."""
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 raise RanksDiffer(
-                    f"rank 0 calls {calls[0]}, rank {rank} calls {call}: create and free the "
+                    f"rank 0 calls {calls[0]}, but rank {rank} calls {call}. Create and free the "
                     "tensors of a heap in the same order and with the same sizes on every rank"
                 )

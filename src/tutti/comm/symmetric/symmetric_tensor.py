@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tutti.comm.symmetric.cuda_heap import CudaMemory
     from tutti.comm.symmetric.heap import Heap
 
-    HeapMemory: TypeAlias = CpuMemory | CudaMemory  # the same methods in both
+    HeapMemory: TypeAlias = CpuMemory | CudaMemory  # both have the same methods
 
 CHANNELS = 16  # barriers of different channels are independent of each other
 
@@ -27,7 +27,7 @@ class Released:
 
 
 class HeapObject:
-    """An object in a heap; a `with` block frees it at its end, on all ranks."""
+    """An object in a heap. At its end, a `with` block frees the object on all ranks."""
 
     def __init__(self, heap: "Heap", offset: int) -> None:
         self.heap, self.memory, self.offset = heap, heap.memory, offset
@@ -41,7 +41,7 @@ class HeapObject:
             self.heap.free(self)
 
     def release(self, reason: str) -> None:
-        """Refuse every use from now on, because the memory was freed."""
+        """Let every later use raise UsageError, because the memory was freed."""
         self.memory = cast("HeapMemory", Released(reason))
 
 
@@ -72,7 +72,7 @@ class SymmetricTensor(HeapObject):
         return f"SymmetricTensor({list(self.shape)}, {dtype}, at {self.offset} of {self.heap})"
 
     def peer(self, rank: int) -> torch.Tensor:
-        """A rank's tensor as a view, without a copy. Valid until the tensor is freed."""
+        """Return a view of a rank's tensor. The view is valid until the tensor is freed."""
         if not 0 <= rank < self._ranks:
             self.heap.refuse_rank(rank)
         view = self._views[rank]
@@ -82,7 +82,7 @@ class SymmetricTensor(HeapObject):
         return view
 
     def address(self, rank: int) -> int:
-        """The address of a rank's tensor in this process, for compiled code."""
+        """Return the address of a rank's tensor in this process, for compiled code."""
         if not 0 <= rank < self._ranks:
             self.heap.refuse_rank(rank)
         return self.memory.address(rank, self.offset)
@@ -103,8 +103,9 @@ class SymmetricTensor(HeapObject):
     def get(
         self, source: int, at: int = 0, count: int | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A copy of `count` elements (default: all, or as many as `out` has) of rank `source`.
+        """Return a copy of `count` elements of rank `source`, starting at flat element `at`.
 
+        The default of `count` is all remaining elements, or the number of elements of `out`.
         Without `out`, a copy of the whole tensor has this tensor's shape; other copies are flat.
         """
         if out is None:
@@ -168,15 +169,15 @@ class Counters(HeapObject):
         self._own_base = self._bases[heap.rank]
 
     def fetch_add(self, index: int, value: int = 1, at: int | None = None) -> int:
-        """Add, modulo 2^64; returns the value before. A negative value subtracts."""
+        """Add modulo 2^64, and return the previous value. A negative value subtracts."""
         return self.memory.fetch_add(self.address(index, at), value)
 
     def compare_swap(self, index: int, expected: int, desired: int, at: int | None = None) -> int:
-        """Store `desired` if the value is `expected`; returns the value before."""
+        """Store `desired` if the value is `expected`, and return the previous value."""
         return self.memory.compare_swap(self.address(index, at), expected, desired)
 
     def load(self, index: int, at: int | None = None) -> int:
-        """The current value (acquire)."""
+        """Return the current value (acquire)."""
         return self.memory.load(self.address(index, at))
 
     def store(self, index: int, value: int, at: int | None = None) -> None:
@@ -192,7 +193,7 @@ class Counters(HeapObject):
         self.memory.wait_word(self.address(index, at), at_least, None, seconds, counter)
 
     def address(self, index: int, at: int | None = None) -> int:
-        """The address of a counter in this process."""
+        """Return the address of a counter in this process."""
         if 0 <= index < self.count and (at is None or at in self._bases):
             return (self._own_base if at is None else self._bases[at]) + index * self.spacing
         raise UsageError(

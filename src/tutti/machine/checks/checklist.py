@@ -33,15 +33,15 @@ def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Findi
 
 
 def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
-    """A cluster of machines from a recorded file, which cannot be probed."""
+    """Return a cluster of machines from a recorded file, which cannot be probed."""
     skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
     return Cluster(tuple(machines), (), ProbeResults(skipped=skipped))
 
 
 def collect_this_host(device: str, active: bool) -> Cluster:
-    """Observe only this host. If `active`, also measure its CPU or its GPUs."""
+    """Return an observation of this host only. If `active`, also measure its CPU or its GPUs."""
     machine = observe()
-    skipped = dict.fromkeys(("links", "all_reduce"), "needs several ranks: --ranks or a launcher")
+    skipped = dict.fromkeys(("links", "all_reduce"), "needs several ranks (--ranks or a launcher)")
     probes = ProbeResults(skipped=skipped)
     if active:
         probes = _measure_devices(probes, Peers(0, [0], lambda value: [value]), device)
@@ -70,7 +70,7 @@ def collect_from_ranks(
     try:
         probes = ProbeResults()
         if len(peers.first_ranks) > 1:
-            progress("connecting every host to every other")
+            progress("connecting every host to every other host")
             connections = probe_network.connect_hosts(peers, endpoints)
             offsets = probe_network.measure_clock_offsets(peers, endpoints)
             probes = replace(probes, connections=connections, clock_offsets=offsets)

@@ -17,7 +17,7 @@ KNOWN_ERRORS = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_
 
 
 class Skip(Exception):
-    """Raised by a check that cannot be decided on this machine; the message is the reason."""
+    """Raised by a check that cannot be decided on this machine. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ProbeResults:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, result: Value | None) -> Value:
-        """Returns the result of the probe `name`; raises Skip if the probe did not run."""
+        """Return the result of the probe `name`. Raises Skip if the probe did not run."""
         if result is None:
             between_hosts = name in ("connections", "clock_offsets")
             default = "needs a world on several hosts" if between_hosts else "only with --active"
@@ -125,11 +125,11 @@ class Cluster:
     probes: ProbeResults = field(default_factory=ProbeResults)
 
     def ranks_on(self, host: int) -> int:
-        """The number of ranks on a host; 0 if no world was started."""
+        """Return the number of ranks on a host, or 0 if no world was started."""
         return sum(rank.host == host for rank in self.ranks)
 
     def cpus_on(self, host: int) -> int:
-        """The number of CPUs that the ranks of a host may use together.
+        """Return the number of CPUs that the ranks of a host may use together.
 
         The affinity masks of ranks may differ: mpirun, for example, binds each rank to other CPUs.
         """
@@ -143,15 +143,15 @@ class Cluster:
         return bool(self.ranks) and len(self.machines) == 1
 
 
-def known(machine: Machine, path: str, value: Value | None) -> Value:
-    """Returns `value`. If it is None (unknown), raises Skip with the recorded reason."""
+def require_known(machine: Machine, path: str, value: Value | None) -> Value:
+    """Return `value`. If it is None (unknown), raise Skip with the recorded reason."""
     if value is None:
-        raise Skip(machine.why(path) or f"{path} is unknown")
+        raise Skip(machine.reason_unknown(path) or f"{path} is unknown")
     return value
 
 
-def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
-    """The GPUs of a machine; raises Skip if there are none."""
+def require_gpus(machine: Machine) -> tuple[Accelerator, ...]:
+    """Return the GPUs of a machine. Raises Skip if there are none."""
     if not machine.accelerators:
         on_bus = any(device.kind == "gpu" for device in machine.pci)
         raise Skip("the driver reports no GPU" if on_bus else "no GPU")
@@ -159,18 +159,21 @@ def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
 
 
 def read_gpus(machine: Machine, path: str) -> list[tuple[Accelerator, Any]]:
-    """(GPU, value of the attribute `path`) for each GPU whose value is known.
+    """Return (GPU, value of the attribute `path`) for each GPU whose value is known.
 
     Raises Skip if the value is unknown for all GPUs.
     """
     read = attrgetter(path)
-    found = [(gpu, read(gpu)) for gpu in gpus_of(machine) if read(gpu) is not None]
+    found = [(gpu, read(gpu)) for gpu in require_gpus(machine) if read(gpu) is not None]
     if not found:
-        raise Skip(machine.why(f"accelerators[0].{path}") or f"the driver does not report {path}")
+        raise Skip(
+            machine.reason_unknown(f"accelerators[0].{path}")
+            or f"the driver does not report {path}"
+        )
     return found
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.13.0+cu130 → (2, 13, 0); () if there are none."""
+    """Return the leading numbers of a version, such as (2, 13, 0) for 2.13.0+cu130, or ()."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

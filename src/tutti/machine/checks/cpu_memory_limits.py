@@ -1,6 +1,6 @@
 """Checks limits.* and memory.*: ulimits, CPUs for the ranks, /dev/shm, host memory, NUMA."""
 
-from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, known
+from tutti.machine.checks.cluster import Cluster, Skip, require_gpus, require_known
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
 from tutti.machine.recording import Machine
@@ -12,7 +12,7 @@ _MORE_CPUS = "request more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
 
 @machine_check("limits.memlock")
 def memlock(machine: Machine) -> Findings:
-    limit = known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
+    limit = require_known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
     size = format_bytes(limit) if isinstance(limit, int) else limit
     if isinstance(limit, int) and machine.has_rdma and not machine.limits.ipc_lock:
         observed = f"memlock is {size}, but RDMA locks its buffers in memory"
@@ -24,7 +24,7 @@ def memlock(machine: Machine) -> Findings:
 @host_check("limits.open_files")
 def open_files(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
-    limit = known(machine, "limits.open_files", machine.limits.open_files)
+    limit = require_known(machine, "limits.open_files", machine.limits.open_files)
     needed = 65536 if machine.has_rdma or len(cluster.ranks) > 64 else 1024
     if isinstance(limit, int) and limit < needed:
         yield warn("machine", f"{limit} open files", f"at least {needed}", f"ulimit -n {needed}")
@@ -33,7 +33,7 @@ def open_files(cluster: Cluster, host: int) -> Findings:
 
 @machine_check("limits.processes")
 def processes(machine: Machine) -> Findings:
-    limit = known(machine, "limits.processes", machine.limits.processes)
+    limit = require_known(machine, "limits.processes", machine.limits.processes)
     if isinstance(limit, int) and limit < 4096:
         yield warn("machine", f"{limit} processes and threads")
     yield passed(f"{limit} processes and threads")
@@ -66,7 +66,7 @@ def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
 
 @machine_check("limits.governor")
 def governor(machine: Machine) -> Findings:
-    governors = known(machine, "cpus.governors", machine.cpus.governors)
+    governors = require_known(machine, "cpus.governors", machine.cpus.governors)
     if not governors:
         raise Skip("the machine has no frequency governor")
     if "powersave" in governors and machine.cpus.model and "Intel" not in machine.cpus.model:
@@ -76,7 +76,7 @@ def governor(machine: Machine) -> Findings:
 
 @machine_check("limits.memory")
 def cgroup_memory(machine: Machine) -> Findings:
-    limit = known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
+    limit = require_known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
     if isinstance(limit, int):
         # Pinned buffers, loader workers and a checkpoint that is being written need about as much
         # host memory as one GPU has.
@@ -91,8 +91,8 @@ def cgroup_memory(machine: Machine) -> Findings:
 
 @machine_check("memory.shm")
 def shared_memory(machine: Machine) -> Findings:
-    size = known(machine, "limits.shm_bytes", machine.limits.shm_bytes)
-    free = known(machine, "limits.shm_free_bytes", machine.limits.shm_free_bytes)
+    size = require_known(machine, "limits.shm_bytes", machine.limits.shm_bytes)
+    free = require_known(machine, "limits.shm_free_bytes", machine.limits.shm_free_bytes)
     commands: tuple[str, ...] = ("sudo mount -o remount,size=8G /dev/shm",)
     if machine.container not in (None, "none"):
         commands = ("docker run --shm-size=8g …", "docker run --ipc=host …")
@@ -110,8 +110,8 @@ def shared_memory(machine: Machine) -> Findings:
 
 @machine_check("memory.available")
 def available_memory(machine: Machine) -> Findings:
-    total = known(machine, "memory.total_bytes", machine.memory.total_bytes)
-    free = known(machine, "memory.available_bytes", machine.memory.available_bytes)
+    total = require_known(machine, "memory.total_bytes", machine.memory.total_bytes)
+    free = require_known(machine, "memory.available_bytes", machine.memory.available_bytes)
     observed = f"{format_bytes(free)} of {format_bytes(total)} host memory are available"
     yield warn("machine", observed) if free < total * 0.05 else passed(observed)
 
@@ -125,11 +125,14 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     local_cpus = {
         _bare_uuid(gpu.uuid): (gpu.index, set(parse_cpu_list(gpu.cpus)))
-        for gpu in gpus_of(machine)
+        for gpu in require_gpus(machine)
         if gpu.cpus
     }
     if not local_cpus:
-        raise Skip(machine.why("accelerators[0].cpus") or "the CPUs of the GPUs' nodes are unknown")
+        raise Skip(
+            machine.reason_unknown("accelerators[0].cpus")
+            or "the CPUs of the GPUs' nodes are unknown"
+        )
     if len(machine.numa) < 2:
         raise Skip("one NUMA node")
     placements = [  # (scope, the CPUs of the rank, GPU and the CPUs of its NUMA node)
@@ -147,7 +150,7 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
 
 
 def _bare_uuid(uuid: str | None) -> str:
-    """The UUID without the prefix GPU-, which NVML adds and torch does not."""
+    """Return the UUID without the prefix GPU-, which NVML adds and torch does not."""
     return (uuid or "").removeprefix("GPU-")
 
 

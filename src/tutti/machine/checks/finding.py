@@ -1,5 +1,4 @@
-"""Check and Finding: a check examines hosts and reports findings; the report of findings as text.
-
+"""Check and Finding: a check examines hosts and yields findings; report() formats them as text.
 A check is a generator of findings. A check without findings has found no problem. A check that
 cannot be decided on this machine raises `Skip(reason)`, for example because a value is unknown.
 """
@@ -45,7 +44,7 @@ Findings = Iterator[Finding]
 
 
 def passed(observed: str, scope: str = "machine") -> Finding:
-    """A finding without a problem. It is not reported if the same check found a problem."""
+    """Return a finding without a problem. It is not reported if the same check found a problem."""
     return Finding("pass", scope, observed)
 
 
@@ -89,7 +88,7 @@ class Check:
     commands: Sequence[str] = ()
 
     def findings(self, cluster: Cluster) -> Findings:
-        """Run the check. An exception in a check is reported as skipped; other checks still run."""
+        """Run the check and yield its findings. If the check raises an exception, it is skipped."""
         scope = "machine" if self.per_host else "world"
         hosts = [machine.host for machine in cluster.machines] if self.per_host else [""]
         for index, host in enumerate(hosts):
@@ -98,7 +97,7 @@ class Check:
             except Skip as reason:
                 found = [Finding("skip", scope, str(reason))]
             except Exception as error:
-                message = f"the check itself failed: {type(error).__name__}: {error}"
+                message = f"the check itself failed with {type(error).__name__}: {error}"
                 found = [Finding("skip", scope, message)]
             problems = [finding for finding in found if finding.status in PROBLEMS]
             for finding in problems or found:
@@ -113,19 +112,19 @@ class Check:
 
 
 def host_check(id: str, per_host: bool = True) -> Callable[[CheckFunction], Check]:
-    """Decorator for a check that examines one host and the ranks on it."""
+    """Return a decorator for a check that examines one host and the ranks on it."""
     group, _, name = id.partition(".")
     description = _DESCRIPTIONS[group][name]
     return lambda function: Check(id, **description, function=function, per_host=per_host)
 
 
 def machine_check(id: str) -> Callable[[Callable[[Machine], Iterable[Finding]]], Check]:
-    """Decorator for a check that examines one machine."""
+    """Return a decorator for a check that examines one machine."""
     return lambda function: host_check(id)(lambda cluster, host: function(cluster.machines[host]))
 
 
 def cluster_check(id: str) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
-    """Decorator for a check that compares hosts and ranks."""
+    """Return a decorator for a check that compares hosts and ranks."""
     return lambda function: host_check(id, per_host=False)(lambda cluster, host: function(cluster))
 
 
@@ -135,7 +134,7 @@ _ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
 
 
 def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
-    """The lines of the report, wrapped at `width` columns; the last lines are a summary.
+    """Yield the lines of the report, wrapped at `width` columns; the last lines are a summary.
 
     The report lists failures and warnings; with `show_all`, it lists all findings.
     """
@@ -161,14 +160,14 @@ def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iter
 
 
 def _wrap(head: str, text: str, width: int) -> list[str]:
-    """Lines of `text` after `head`; the following lines are indented by the width of `head`."""
+    """Return `head` and the wrapped lines of `text`, indented by the width of `head`."""
     lines = textwrap.wrap(text, max(width - len(head), 20), break_on_hyphens=False)
     indent = " " * len(head)
     return [(indent if number else head) + line for number, line in enumerate(lines or [""])]
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    """The number of checks with each status.
+    """Return the number of checks with each status.
 
     Counts checks, not findings: a check that fails for one of eight GPUs counts as one failure.
     Example: `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU)`.
@@ -193,7 +192,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def fix_commands(findings: Sequence[Finding]) -> Iterator[str]:
-    """Shell commands that cure the findings. A comment above the commands describes each finding.
+    """Yield shell commands that cure the findings, each below a comment that describes the finding.
 
     A command that cures several findings is listed once.
     """

@@ -2,7 +2,14 @@
 
 from collections import Counter
 
-from tutti.machine.checks.cluster import KNOWN_ERRORS, Cluster, Skip, gpus_of, known, read_gpus
+from tutti.machine.checks.cluster import (
+    KNOWN_ERRORS,
+    Cluster,
+    Skip,
+    read_gpus,
+    require_gpus,
+    require_known,
+)
 from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.recording import Machine
 from tutti.measure.units import format_bytes, format_seconds
@@ -15,7 +22,7 @@ def count(machine: Machine) -> Findings:
     on_bus = [d for d in machine.pci if d.kind == "gpu" and d.vendor == _NVIDIA]
     reported = {gpu.pci_address for gpu in machine.accelerators}
     if not on_bus:
-        raise Skip(machine.why("pci") or "no GPU")
+        raise Skip(machine.reason_unknown("pci") or "no GPU")
     expected = f"{len(on_bus)} GPUs"
     if not reported:
         observed = f"{len(on_bus)} NVIDIA GPUs on the PCI bus, but the driver reports none"
@@ -30,14 +37,14 @@ def count(machine: Machine) -> Findings:
                 expected,
                 f"sudo dmesg | grep -i -e xid -e {device.address.rpartition(':')[0]}",
                 "sudo reboot",
-                cure="the GPU fell off the bus: look for Xid 79, reset it or reboot, check power",
+                cure="look for Xid 79 (fallen off the bus), reset the GPU or reboot, check power",
             )
     yield passed(expected)
 
 
 @machine_check("gpus.visible")
 def visible_devices(machine: Machine) -> Findings:
-    installed = len(gpus_of(machine))
+    installed = len(require_gpus(machine))
     value = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         yield passed("CUDA_VISIBLE_DEVICES is not set: all GPUs are visible")
@@ -96,7 +103,9 @@ def ecc_errors(machine: Machine) -> Findings:
 
 @machine_check("gpus.remap")
 def row_remapping(machine: Machine) -> Findings:
-    fields = [(gpu.ecc.remap_pending, gpu.ecc.retired_pages_pending) for gpu in gpus_of(machine)]
+    fields = [
+        (gpu.ecc.remap_pending, gpu.ecc.retired_pages_pending) for gpu in require_gpus(machine)
+    ]
     if all(field == (None, None) for field in fields):
         read_gpus(machine, "ecc.remap_pending")  # raises Skip with the reason
     for gpu, pending in zip(machine.accelerators, fields, strict=True):
@@ -122,12 +131,12 @@ def recovery_action(machine: Machine) -> Findings:
 
 @machine_check("gpus.mode")
 def compute_mode(machine: Machine) -> Findings:
-    for gpu in gpus_of(machine):
+    for gpu in require_gpus(machine):
         scope = f"gpu:{gpu.index}"
         if gpu.compute_mode == "prohibited":
-            yield fail(scope, "compute mode prohibited: no process can use the GPU")
+            yield fail(scope, "compute mode prohibited (no process can use the GPU)")
         elif gpu.compute_mode == "exclusive_process":
-            yield warn(scope, "compute mode exclusive_process: one process at a time")
+            yield warn(scope, "compute mode exclusive_process (one process at a time)")
         if gpu.mig and len(machine.accelerators) > 1:
             observed = "MIG is enabled: its slices cannot access other GPUs"
             command = f"sudo nvidia-smi -i {gpu.index} -mig 0"
@@ -151,7 +160,7 @@ def other_processes(machine: Machine) -> Findings:
             observed = f"{format_bytes(used)} are used, but no process owns this memory"
             expected = f"less than 10 % of {format_bytes(gpu.memory_bytes)} used"
             command = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
-            cure = "the context of a dead job is left: reset the GPU"
+            cure = "reset the GPU, which still has the context of a dead job"
             yield warn(scope, observed, expected, command, cure=cure)
 
 
@@ -161,7 +170,7 @@ _RECENT_S = 24 * 3600
 
 @machine_check("gpus.xid")
 def xid_errors(machine: Machine) -> Findings:
-    errors = known(machine, "xids", machine.xids)
+    errors = require_known(machine, "xids", machine.xids)
     index = {gpu.pci_address: gpu.index for gpu in machine.accelerators}
     recent = {(x.pci_address, x.code) for x in errors if x.age_s is None or x.age_s < _RECENT_S}
     for (address, code), times in Counter((x.pci_address, x.code) for x in errors).items():
@@ -216,7 +225,8 @@ def locked_clocks(machine: Machine) -> Findings:
     locked = [gpu.index for gpu, names in reasons if "application_clocks" in names]
     if len(locked) < len(reasons):
         for index in locked:
-            yield warn(f"gpu:{index}", "this GPU's clocks are locked, other GPUs' clocks are not")
+            observed = "the clocks of this GPU are locked, but those of other GPUs are not"
+            yield warn(f"gpu:{index}", observed)
     same_model = len({gpu.name for gpu, _ in reasons}) == 1
     fastest = max(gpu.clocks.max_sm_mhz or 0 for gpu, _ in reasons)
     for gpu, _ in reasons:

@@ -5,20 +5,20 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, parse_version
+from tutti.machine.checks.cluster import Cluster, Skip, parse_version, require_gpus
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.recording import Machine
 
 
 def settings(machine: Machine) -> dict[str, str]:
-    """The variables as NCCL reads them: the environment overrides the nccl.conf files."""
+    """Return the variables as NCCL reads them: the environment overrides the nccl.conf files."""
     from_files = {k: v for values in machine.nccl_conf.values() for k, v in values.items()}
     return {**from_files, **machine.variables}
 
 
 def shares_gpus(variables: Mapping[str, str]) -> bool:
-    """Whether ranks share a GPU. If so, tutti sets variables that would be wrong otherwise."""
+    """Return whether ranks share a GPU. If so, tutti sets variables that are otherwise wrong."""
     return variables.get("TUTTI_RANKS_PER_GPU", "1") != "1" or "NCCL_HOSTID" in variables
 
 
@@ -31,9 +31,9 @@ LISTS = {name: tuple(names.split()) for name, names in _TABLES["lists"].items()}
 
 
 def closest_known(name: str) -> str | None:
-    """The known variable that `name` probably misspells.
+    """Return the known variable that `name` probably misspells.
 
-    None if `name` is spelt correctly or no known variable has a similar name.
+    Return None if `name` is spelt correctly or no known variable has a similar name.
     """
     if name in KNOWN or name in RENAMED or name.startswith(LISTS["plugins"]):
         return None
@@ -126,7 +126,7 @@ def invalid_values(machine: Machine) -> Findings:
     timeout = variables.get("NCCL_IB_TIMEOUT", "20")
     if timeout.isdecimal() and not 14 <= int(timeout) <= 22:
         seconds = 4.096e-6 * 2 ** min(int(timeout), 31)
-        observed = f"NCCL_IB_TIMEOUT={timeout}: a packet is given up after {seconds:.3g} s"
+        observed = f"with NCCL_IB_TIMEOUT={timeout}, a packet is given up after {seconds:.3g} s"
         yield warn("machine", observed, "14 to 22 (default 20)", "export NCCL_IB_TIMEOUT=20")
     retries = variables.get("NCCL_IB_RETRY_CNT", "7")
     if retries.isdecimal() and int(retries) < 7:
@@ -189,7 +189,7 @@ def nccl_conf_files(machine: Machine) -> Findings:
     for path, values in sorted(machine.nccl_conf.items()):
         for name, value in sorted(values.items()):
             if (actual := machine.variables.get(name, value)) != value:
-                observed = f"{path} has {name}={value}, the environment {actual}"
+                observed = f"{path} has {name}={value}, but the environment has {actual}"
                 yield warn("machine", observed, "the same value (the environment takes precedence)")
         yield passed(f"{path} sets {', '.join(f'{k}={v}' for k, v in sorted(values.items()))}")
 
@@ -201,7 +201,9 @@ _FIRST_NCCL_WITH_RAS = (2, 24)
 def _version(machine: Machine, name: str) -> str:
     text = machine.versions.get(name, "")
     if not parse_version(text):
-        raise Skip(machine.why(f"versions.{name}") or f"the version of {name} is unknown")
+        raise Skip(
+            machine.reason_unknown(f"versions.{name}") or f"the version of {name} is unknown"
+        )
     return text
 
 
@@ -219,10 +221,10 @@ def torch_version(machine: Machine) -> Findings:
 
 @machine_check("versions.cuda")
 def cuda_build(machine: Machine) -> Findings:
-    count = len(gpus_of(machine))
+    count = len(require_gpus(machine))
     _version(machine, "torch")
     if machine.versions.get("cuda") in (None, "", "none", "not installed"):
-        if reason := machine.why("versions.cuda"):
+        if reason := machine.reason_unknown("versions.cuda"):
             raise Skip(reason)
         observed = f"{count} GPU{'s' * (count > 1)}, but torch is built without CUDA"
         cure = "install torch from the index for this driver's CUDA (pytorch.org, Get Started)"
@@ -231,7 +233,7 @@ def cuda_build(machine: Machine) -> Findings:
 
 @machine_check("versions.driver")
 def driver_version(machine: Machine) -> Findings:
-    gpus_of(machine)
+    require_gpus(machine)
     cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
     driver = machine.versions.get("driver", "unknown")
     observed = f"driver {driver} supports CUDA {supported}; torch is built for CUDA {cuda}"
@@ -243,7 +245,7 @@ def driver_version(machine: Machine) -> Findings:
 
 @machine_check("versions.nccl")
 def nccl_version(machine: Machine) -> Findings:
-    gpus_of(machine)
+    require_gpus(machine)
     text = _version(machine, "nccl")
     if parse_version(text)[:2] < _FIRST_NCCL_WITH_RAS:
         yield warn("machine", f"NCCL {text} has no RAS service, which reports late ranks")

@@ -4,7 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from tutti.machine.checks.cluster import KNOWN_ERRORS, Cluster, Skip, gpus_of, known, parse_version
+from tutti.machine.checks.cluster import (
+    KNOWN_ERRORS,
+    Cluster,
+    Skip,
+    parse_version,
+    require_gpus,
+    require_known,
+)
 from tutti.machine.checks.finding import (
     Findings,
     cluster_check,
@@ -24,7 +31,7 @@ _IFNAME_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
-    """The interfaces that the value of a *_SOCKET_IFNAME variable selects.
+    """Return the interfaces that the value of a *_SOCKET_IFNAME variable selects.
 
     gloo accepts exact names. NCCL accepts name prefixes; a leading `=` selects exact names, and a
     leading `^` excludes the names.
@@ -38,7 +45,7 @@ def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
 
 
 def _matches(device: str, value: str) -> bool:
-    """Whether a list of names or, without a leading `=`, of name prefixes contains a device."""
+    """Return whether a list of names (after `=`) or of name prefixes contains a device."""
     names = [name for name in value.removeprefix("=").split(",") if name]
     return device in names if value.startswith("=") else device.startswith(tuple(names))
 
@@ -48,7 +55,7 @@ def _is_internal(nic: Nic) -> bool:
 
 
 def external_nics(machine: Machine) -> list[Nic]:
-    """The interfaces that can reach other hosts: they are up, have an address and are not internal.
+    """Return the interfaces that are up, have an address and can reach other hosts.
 
     An interface with unknown state or unknown addresses is included.
     """
@@ -91,7 +98,7 @@ def interface_variables(cluster: Cluster, host: int) -> Findings:
 def external_interface(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     if not machine.nics:
-        raise Skip(machine.why("nics") or "no network interface is visible")
+        raise Skip(machine.reason_unknown("nics") or "no network interface is visible")
     if nics := external_nics(machine):
         yield passed("up: " + ", ".join(nic.name for nic in nics))
     elif len(cluster.machines) > 1:
@@ -128,8 +135,8 @@ def interface_choice(cluster: Cluster, host: int) -> Findings:
 
 @cluster_check("network.mtu")
 def mtu(cluster: Cluster) -> Findings:
-    # MTUs that must be equal, by (host, interface): of the RoCE ports of each host, and of the
-    # interfaces with the same name on all hosts.
+    # Groups of MTUs that must be equal, by (host, interface). The RoCE ports of a host are a group,
+    # and so are the interfaces with the same name on all hosts.
     groups: dict[str, dict[tuple[str, str], int]] = {}
     for machine in cluster.machines:
         roce = {p.netdev for p in machine.rdma if p.link_layer == "Ethernet" and p.netdev}
@@ -142,7 +149,7 @@ def mtu(cluster: Cluster) -> Findings:
     if all(len(group) < 2 for group in groups.values()):
         raise Skip("one host: nothing to compare")
     for others, group in groups.items():
-        # The most common value is expected; if several are equally common, the largest of them.
+        # The most common value is expected. If several are equally common, the largest is expected.
         counts = Counter(group.values())
         usual = max(counts, key=lambda value: (counts[value], value))
         for (host, name), value in group.items():
@@ -167,7 +174,7 @@ def packet_errors(machine: Machine) -> Findings:
 @machine_check("network.kernel")
 def kernel_settings(machine: Machine) -> Findings:
     if not machine.sysctls:
-        raise Skip(machine.why("sysctls") or "the kernel settings are unknown")
+        raise Skip(machine.reason_unknown("sysctls") or "the kernel settings are unknown")
     fastest = max((nic.speed_mbps or 0 for nic in external_nics(machine)), default=0)
     if fastest >= 25000 and not machine.has_rdma:
         for name in ("net.ipv4.tcp_rmem", "net.ipv4.tcp_wmem"):
@@ -186,7 +193,7 @@ def kernel_settings(machine: Machine) -> Findings:
 @host_check("network.name")
 def host_name(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
-    target = known(machine, "name_resolution", machine.name_resolution)
+    target = require_known(machine, "name_resolution", machine.name_resolution)
     name = machine.host
     if target == "nothing":
         cure = f"add `ADDRESS {name}` to /etc/hosts, or the name to the name server"
@@ -194,7 +201,7 @@ def host_name(cluster: Cluster, host: int) -> Findings:
     elif target == "loopback" and len(cluster.machines) > 1:
         yield warn(
             "machine",
-            f"{name} resolves to loopback on this host; gloo announces loopback to other hosts",
+            f"{name} resolves to loopback on this host, and gloo announces that address to others",
             "an address that other hosts can reach",
             rf"sudo sed -i '/^127\.0\.1\.1/d' /etc/hosts  # on {name}",
             cure=f"remove {name} from the 127.0.1.1 line of /etc/hosts, or set GLOO_SOCKET_IFNAME",
@@ -265,7 +272,7 @@ def port_rate(cluster: Cluster) -> Findings:
 
 
 def _card_kind(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
-    """A key that is equal for ports of the same kind of card.
+    """Return a key that is equal for ports of the same kind of card.
 
     A management card, for example, has another driver or a PCIe link of another width.
     """
@@ -316,15 +323,15 @@ def hca_variable(machine: Machine) -> Findings:
         name = entry.partition(":")[0]
         pattern = f"={name}" if names.startswith("=") else name
         if name and not any(_matches(device, pattern) for device in devices):
-            yield fail("machine", f"NCCL_IB_HCA={value}: there is no device {name}", expected)
+            yield fail("machine", f"NCCL_IB_HCA={value}, but there is no device {name}", expected)
 
 
 @machine_check("rdma.gpu_direct")
 def gpu_direct(machine: Machine) -> Findings:
-    gpus_of(machine)
+    require_gpus(machine)
     if not machine.has_rdma:
         raise Skip("no active RDMA port")
-    modules = known(machine, "kernel_modules", machine.kernel_modules)
+    modules = require_known(machine, "kernel_modules", machine.kernel_modules)
     loaded = {"nvidia_peermem", "nv_peer_mem"} & set(modules)
     module = machine.versions.get("kernel_module", "unknown")
     if loaded:
@@ -332,7 +339,7 @@ def gpu_direct(machine: Machine) -> Findings:
     elif parse_version(machine.kernel or "")[:2] >= (5, 12) and module == "open":
         yield passed("DMA-BUF: open kernel modules and a kernel that supports it")
     elif module == "unknown":
-        raise Skip("nvidia_peermem is not loaded; whether DMA-BUF works is unknown")
+        raise Skip("nvidia_peermem is not loaded, and whether DMA-BUF works is unknown")
     else:
         observed = f"nvidia_peermem is not loaded, and {module} kernel modules lack DMA-BUF"
         yield warn("machine", observed)

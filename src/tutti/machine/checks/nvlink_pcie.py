@@ -1,6 +1,6 @@
 """Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
 
-from tutti.machine.checks.cluster import KNOWN_ERRORS, Skip, gpus_of, read_gpus
+from tutti.machine.checks.cluster import KNOWN_ERRORS, Skip, read_gpus, require_gpus
 from tutti.machine.checks.finding import Findings, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.pci import PciDevice
@@ -72,7 +72,7 @@ def nvswitch_fabric(machine: Machine) -> Findings:
     for gpu, state in states:
         scope = f"gpu:{gpu.index}"
         if state not in ("completed", "not_supported"):
-            cure = "start the fabric manager of the driver's version (for a VM: on its host)"
+            cure = "start the fabric manager (same version as the driver; for a VM, on its host)"
             yield fail(scope, f"fabric state {state}", cure=cure)
         elif gpu.fabric_healthy is False:
             yield fail(scope, "the fabric reports degraded bandwidth or a degraded route")
@@ -80,10 +80,10 @@ def nvswitch_fabric(machine: Machine) -> Findings:
 
 @machine_check("nvlink.peers")
 def peer_access(machine: Machine) -> Findings:
-    if len(gpus_of(machine)) < 2:
+    if len(require_gpus(machine)) < 2:
         raise Skip("one GPU")
     if not machine.peers:
-        raise Skip(machine.why("peers") or "the driver does not report peer access")
+        raise Skip(machine.reason_unknown("peers") or "the driver does not report peer access")
     has_nvlink = {gpu.index: bool(gpu.active_nvlinks) for gpu in machine.accelerators}
     for pair in machine.peers:
         status = pair.write if pair.read in (None, "OK") else pair.read
@@ -96,23 +96,28 @@ def peer_access(machine: Machine) -> Findings:
         if linked or pair.nvlink == "OK":
             yield fail(scope, observed, "OK over NVLink")
         elif pair.driver_class in ("PIX", "PXB") and status != "GNS":
-            expected = f"OK: both are below a common PCIe switch ({pair.driver_class})"
+            expected = f"OK, because both are below the same PCIe switch ({pair.driver_class})"
             yield warn(scope, observed, expected)
 
 
 def _pcie_links(machine: Machine, name: str) -> list[tuple[str, str, int, int]]:
-    """Scope, PCI address, `name` and maximum of `name` of the PCIe links of GPUs and RDMA NICs."""
+    """Return (scope, PCI address, value, maximum) for each PCIe link of a GPU or RDMA NIC.
+
+    `name` selects the value: "width" or "generation".
+    """
     links = [(f"gpu:{gpu.index}", gpu.pci_address, gpu.pcie) for gpu in machine.accelerators]
     for port in machine.rdma:
         if (device := machine.pci_device(port.pci_address)) is not None:
             links.append((f"nic:{port.device}", device.address, device.link))
     if not any(link for _, _, link in links):
-        gpus_of(machine)
-        raise Skip(machine.why("accelerators[0].pcie") or "the PCIe links of GPUs are unknown")
+        require_gpus(machine)
+        raise Skip(
+            machine.reason_unknown("accelerators[0].pcie") or "the PCIe links of GPUs are unknown"
+        )
     return [
-        (scope, address or "", value, most)
+        (scope, address or "", value, maximum)
         for scope, address, link in links
-        if (value := getattr(link, name, None)) and (most := getattr(link, f"max_{name}", None))
+        if (value := getattr(link, name, None)) and (maximum := getattr(link, f"max_{name}", None))
     ]
 
 
@@ -120,11 +125,13 @@ def _pcie_links(machine: Machine, name: str) -> list[tuple[str, str, int, int]]:
 def pcie_width(machine: Machine) -> Findings:
     links = _pcie_links(machine, "width")
     if not links:
-        raise Skip(machine.why("accelerators[0].pcie.width") or "the PCIe widths are unknown")
-    for scope, address, lanes, most in links:
-        if lanes < most:
+        raise Skip(
+            machine.reason_unknown("accelerators[0].pcie.width") or "the PCIe widths are unknown"
+        )
+    for scope, address, lanes, max_lanes in links:
+        if lanes < max_lanes:
             command = f"sudo lspci -vv -s {address} | grep -i lnk"
-            yield fail(scope, f"{address} uses {lanes} lanes", f"{most} lanes", command)
+            yield fail(scope, f"{address} uses {lanes} lanes", f"{max_lanes} lanes", command)
 
 
 @machine_check("pcie.generation")
@@ -134,11 +141,11 @@ def pcie_generation(machine: Machine) -> Findings:
     links = [link for link in _pcie_links(machine, "generation") if link[0] not in idle]
     if not links:
         raise Skip("idle GPUs lower their PCIe generation: run tutti doctor during a job")
-    for scope, address, generation, most in links:
-        if generation < most:
+    for scope, address, generation, maximum in links:
+        if generation < maximum:
             command = f"sudo lspci -vv -s {address} | grep -i lnk"
             yield warn(
-                scope, f"{address} runs PCIe {generation} under load", f"PCIe {most}", command
+                scope, f"{address} runs PCIe {generation} under load", f"PCIe {maximum}", command
             )
 
 
@@ -146,7 +153,7 @@ def pcie_generation(machine: Machine) -> Findings:
 def pcie_errors(machine: Machine) -> Findings:
     devices = [device for device in machine.pci if device.kind != "bridge"]
     if not devices:
-        raise Skip(machine.why("pci") or "no GPU or NIC on the PCI bus")
+        raise Skip(machine.reason_unknown("pci") or "no GPU or NIC on the PCI bus")
     scopes = {nic.pci_address: f"nic:{nic.name}" for nic in reversed(machine.nics)}
     scopes |= {gpu.pci_address: f"gpu:{gpu.index}" for gpu in machine.accelerators}
     for device in devices:
@@ -165,15 +172,15 @@ def pcie_errors(machine: Machine) -> Findings:
 
 
 def _peers_use_pcie(machine: Machine) -> bool:
-    """Whether GPUs without NVLink exchange data over PCIe, or RDMA NICs access GPU memory."""
+    """Return whether GPUs without NVLink exchange data over PCIe, or RDMA NICs read GPU memory."""
     linked = all(gpu.active_nvlinks for gpu in machine.accelerators)
     return (len(machine.accelerators) > 1 and not linked) or machine.has_rdma
 
 
 def _pci_devices_of_gpus(machine: Machine, component: str) -> list[PciDevice]:
-    gpus_of(machine)
+    require_gpus(machine)
     if machine.is_virtual:
-        raise Skip(f"a virtual machine: its host configures the {component}")
+        raise Skip(f"the host of this virtual machine configures the {component}")
     devices = [machine.pci_device(gpu.pci_address) for gpu in machine.accelerators]
     return [device for device in devices if device is not None]
 
@@ -187,7 +194,7 @@ def acs(machine: Machine) -> Findings:
     bridges = [d for d in machine.pci if d.kind == "bridge" and d.address in above]
     if all(bridge.acs_redirect is None for bridge in bridges):
         number = next((i for i, device in enumerate(machine.pci) if device.kind == "bridge"), 0)
-        reason = machine.why(f"pci[{number}].acs_redirect")
+        reason = machine.reason_unknown(f"pci[{number}].acs_redirect")
         raise Skip(reason or "the ACS setting of bridges above GPUs is unknown: run as root")
     enabled = [bridge.address for bridge in bridges if bridge.acs_redirect]
     if enabled:
@@ -211,7 +218,7 @@ def iommu(machine: Machine) -> Findings:
 
 @machine_check("pcie.hidden")
 def hidden_topology(machine: Machine) -> Findings:
-    if len(gpus_of(machine)) < 2:
+    if len(require_gpus(machine)) < 2:
         raise Skip("one GPU")
     if file := settings(machine).get("NCCL_TOPO_FILE"):
         yield passed(f"NCCL_TOPO_FILE={file}")

@@ -25,9 +25,9 @@ Facts = dict[str, str]
 def _differences(
     cluster: Cluster, read_facts: Callable[[Machine], Facts], must_agree: Sequence[str] = ()
 ) -> Findings:
-    """For each fact, the ranks or hosts whose value is not the most common one.
+    """Yield a finding for each fact and each group of ranks or hosts with an uncommon value.
 
-    A difference in a fact of `must_agree` is a failure, otherwise a warning.
+    A difference in a fact of `must_agree` is a failure; other differences are warnings.
     """
     if len(cluster.ranks) < 2 and len(cluster.machines) < 2:
         raise Skip("one rank on one host: nothing to compare")
@@ -149,7 +149,7 @@ _MIN_LINK_DIFFERENCE = 0.2
 
 
 def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFERENCE) -> list[str]:
-    """The names of the values that are too low compared with the others, lowest value first.
+    """Return the names of the values that are too low compared with the others, lowest value first.
 
     Deviations are computed on logarithms, because speeds differ by factors. A link at 1 % of the
     usual speed is found even if the speeds of the healthy links differ by half.
@@ -171,7 +171,7 @@ def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFE
 def slow_links(
     rates: Sequence[MeasuredRate], host_of_rank: Mapping[str, int]
 ) -> tuple[list[int], list[str]]:
-    """The hosts whose links are all slow, and the slow links between the other hosts.
+    """Return the hosts whose links are all slow, and the slow links between the other hosts.
 
     Hosts are compared before links, because the links of one slow host may be the majority of all
     links. A host is compared by its best outgoing link and its best incoming link. If only one link
@@ -211,7 +211,7 @@ def _by_kind(rates: Sequence[MeasuredRate]) -> dict[str, list[MeasuredRate]]:
 def _slow(
     scope: str, value: float, usual: float, observed: str, expected: str, host: str = ""
 ) -> Finding:
-    """A finding about a slow device or link: a failure below half of the usual speed."""
+    """Return a finding about a slow device or link. Below half of the usual speed, it fails."""
     return (fail if value < _BROKEN * usual else warn)(scope, observed, expected, host=host)
 
 
@@ -264,15 +264,15 @@ def link_rates(cluster: Cluster) -> Findings:
     reported = set()
     for host in slow_hosts:
         network = [rate for rate in rates if rate.kind == "network"]
-        own = [rate for rate in network if host in map(host_of.get, rate.name.split("-"))]
-        others = [rate.value for rate in network if rate not in own]
-        low = min(rate.value for rate in own)
-        usual = median(others or [rate.value for rate in own])
-        reported |= {frozenset(rate.name.split("-")) for rate in own}
+        host_rates = [rate for rate in network if host in map(host_of.get, rate.name.split("-"))]
+        others = [rate.value for rate in network if rate not in host_rates]
+        low = min(rate.value for rate in host_rates)
+        usual = median(others or [rate.value for rate in host_rates])
+        reported |= {frozenset(rate.name.split("-")) for rate in host_rates}
         observed = f"every link of this host is slow, down to {format_rate(low)}"
         expected = f"about {format_rate(usual)}, as between other hosts"
         yield _slow("machine", low, usual, observed, expected, cluster.machines[host].host)
-    # Outliers first, lowest rate first; then links that are slow compared with their interfaces.
+    # List outliers first, by rate, then links that are slow compared with their interfaces.
     for rate in sorted(rates, key=lambda rate: (rate.name not in slow, rate.value)):
         src, dst = rate.name.split("-")
         pair = frozenset((src, dst))
@@ -298,9 +298,9 @@ def link_rates(cluster: Cluster) -> Findings:
 
 
 def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
-    """The lowest acceptable rate between two hosts in bytes per second.
+    """Return the lowest acceptable rate between two hosts in bytes per second.
 
-    This is a tenth of the slower interface's speed, but at most 100 MB/s; 0 if a speed is unknown.
+    It is a tenth of the slower interface's speed, but at most 100 MB/s, or 0 if a speed is unknown.
     Even a slow CPU reaches 100 MB/s on one stream, and no protocol uses 90 % of a link as overhead.
     """
     speeds = []

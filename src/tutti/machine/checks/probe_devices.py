@@ -32,7 +32,7 @@ Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
-    """A probe of compute speed; its rate is in FLOP/s."""
+    """Return a probe of compute speed. Its rate is in FLOP/s."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     a, b = (
@@ -43,15 +43,15 @@ def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], fl
 
 
 def memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
-    """A probe of memory bandwidth; its rate is in bytes read plus bytes written per second."""
-    count = 1 << 28 if device.type == "cuda" else 1 << 24  # 1 GiB, 64 MiB
+    """Return a probe of memory bandwidth. Its rate is in bytes read plus written per second."""
+    count = 1 << 28 if device.type == "cuda" else 1 << 24  # 1 GiB or 64 MiB
     source = torch.arange(count, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2.0 * 4 * count, "copy"
 
 
 def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...]:
-    """The rate of a probe on every rank, or on every GPU if there is only one rank.
+    """Return the rate of a probe on every rank, or on every GPU if there is only one rank.
 
     All ranks are measured at the same time, as in training. Then the slow ranks are measured again.
     """
@@ -61,8 +61,8 @@ def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRa
     devices = _own_devices(peers, device)
     best: dict[str, MeasuredRate] = {}
     for _ in range(1 + _REPEATS_OF_SLOW):
-        own = [_rate(name, peers.host, where, probe) for name, where in devices.items()]
-        for rate in peers.gather_rows(MeasuredRate, own):
+        rates = [_rate(name, peers.host, where, probe) for name, where in devices.items()]
+        for rate in peers.gather_rows(MeasuredRate, rates):
             before = best.get(rate.name)
             if before is None or rate.value > before.value:
                 same = rate.reproducible and (before is None or before.reproducible)
@@ -80,7 +80,7 @@ def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRa
 
 
 def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
-    """The devices that this rank measures: its own, or all GPUs if there is only one rank."""
+    """Return the devices that this rank measures. A single rank measures all GPUs."""
     if device != "cuda":
         return {f"rank:{peers.rank}": torch.device("cpu")}
     count = torch.cuda.device_count()
@@ -91,7 +91,7 @@ def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
 
 
 def _rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
-    """The measured rate. An error such as out of memory is returned as part of the result."""
+    """Return the measured rate. An error, such as out of memory, is a part of the result."""
     try:
         work, amount, probe_name = probe(device)
         reference = work().clone()
@@ -126,13 +126,16 @@ def _time(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[float
 def copy_between_gpus(
     command: Sequence[str] | None = None, seconds: float = _COPY_SECONDS
 ) -> tuple[GpuCopy, ...]:
-    """Copy between all pairs of GPUs of this host, in both directions. `command` is for tests."""
+    """Return the results of copies between all pairs of GPUs of this host, in both directions.
+
+    `command` is for tests.
+    """
     lines, code = run_with_timeout(command or [sys.executable, "-m", __name__], seconds)
     return parse_copies(lines, code)
 
 
 def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
-    """Parse the output of the copy process.
+    """Return the copies that the output of the copy process describes.
 
     If a pair was started but not finished, its copy hung (`code` is None) or the process crashed.
     """
@@ -153,7 +156,7 @@ def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
 
 
 def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str], int | None]:
-    """Run a command. Returns its output lines and its exit code; None if it was killed."""
+    """Run a command. Return its output lines and its exit code (None if it was killed)."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             list(command),
@@ -197,8 +200,8 @@ def main() -> None:
 
 
 def _copy(source: torch.Tensor, pattern: torch.Tensor, dst: int) -> tuple[float, bool]:
-    """GB/s of the fastest of five copies, and whether all five copies arrived unchanged."""
-    expected = pattern.to(f"cuda:{dst}")  # through host memory
+    """Return (GB/s of the fastest of five copies, whether all five copies arrived unchanged)."""
+    expected = pattern.to(f"cuda:{dst}")  # this copy goes through host memory
     target = torch.zeros_like(expected)
     fastest, same = float("inf"), True
     for _ in range(_ATTEMPTS):

@@ -49,7 +49,7 @@ class Peers:
     hosts: Sequence[int]
     """The host index of each rank. Hosts are numbered in the order of their lowest rank."""
     gather: Callable[[Any], list[Any]]
-    """All-gather: returns the JSON values of all ranks, in rank order. Also acts as a barrier."""
+    """Returns the JSON values of all ranks, in rank order. The call is also a barrier."""
     address: str = "127.0.0.1"
     """The address at which other ranks can reach this rank."""
 
@@ -64,7 +64,7 @@ class Peers:
         return [self.hosts.index(host) for host in range(max(self.hosts) + 1)]
 
     def gather_rows(self, kind: Callable[..., Row], rows: Iterable[Row]) -> tuple[Row, ...]:
-        """All-gather of dataclass instances: the rows of all ranks, in rank order."""
+        """All-gather dataclass instances. Return the rows of all ranks, in rank order."""
         gathered = self.gather([asdict(row) for row in rows])  # type: ignore[call-overload]
         return tuple(kind(**values) for rows_of_rank in gathered for values in rows_of_rank)
 
@@ -137,14 +137,14 @@ class ProbeClient(contextlib.ExitStack):
         self._file = self.enter_context(self._socket.makefile("rb"))
 
     def hello(self) -> None:
-        """Check that the probe server of the expected rank answers; raises OSError otherwise."""
+        """Raise OSError if the probe server of the expected rank does not answer."""
         self._request("hello")
         if self._file.read(1) != b"y":
             raise OSError("another program listens there")
         self._socket.settimeout(_REPLY_SECONDS)
 
     def clock_offset(self) -> tuple[float, float]:
-        """How far the server's clock is ahead of this host's clock, and the round-trip time.
+        """Return (lead of the server's clock over this host's clock, round-trip time).
 
         Both are in seconds. Cristian's algorithm: take the fastest of 32 round trips and assume
         that the server read its clock halfway through. The error is at most half the round trip.
@@ -161,7 +161,7 @@ class ProbeClient(contextlib.ExitStack):
         return best
 
     def rate(self, server_action: Literal["send", "receive"]) -> float:
-        """Bytes per second from the server ("send") or to the server ("receive")."""
+        """Return bytes per second from the server ("send") or to the server ("receive")."""
         seconds = self._transfer(server_action, _FIRST_BYTES)
         size = int(_FIRST_BYTES * _TRANSFER_SECONDS / max(seconds, 1e-6))
         size = min(max(_FIRST_BYTES, size), _MAX_BYTES)
@@ -205,7 +205,7 @@ def _receive_bytes(stream: BufferedIOBase, size: int) -> None:
 
 
 def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connection, ...]:
-    """Connect every host to every other host; all attempts run at the same time."""
+    """Return the result of connecting every host to every other host, all at the same time."""
 
     def connect(rank: int) -> Connection:
         return Connection(peers.host, peers.hosts[rank], connection_error(endpoints[rank]))
@@ -218,7 +218,7 @@ def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connecti
 
 
 def connection_error(endpoint: Endpoint) -> str | None:
-    """Why an endpoint cannot be reached; None if the expected probe server answers."""
+    """Return why an endpoint cannot be reached, or None if the expected probe server answers."""
     try:
         with ProbeClient(endpoint) as client:
             client.hello()
@@ -230,7 +230,7 @@ def connection_error(endpoint: Endpoint) -> str | None:
 
 
 def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[ClockOffset, ...]:
-    """The clock offset of each host from host 0.
+    """Return the clock offset of each host from host 0.
 
     Hosts are measured one after another, because concurrent traffic would lengthen the round trips.
     """
@@ -249,7 +249,7 @@ def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[
 def measure_links(
     peers: Peers, endpoints: Sequence[Endpoint], connections: Sequence[Connection] = ()
 ) -> tuple[MeasuredRate, ...]:
-    """The rate of the links between ranks in both directions, the best of several rounds.
+    """Return the best rate of several rounds of each link between ranks, in both directions.
 
     Slow links are measured again: interference rarely hits the same link twice, whereas a faulty
     link stays slow. Pairs of hosts that cannot connect are left out, because the check
@@ -281,7 +281,7 @@ def measure_links(
 
 
 def link_pairs(hosts: Sequence[int]) -> Pairs:
-    """The pairs of ranks to measure.
+    """Return the pairs of ranks to measure.
 
     These are all pairs in a world of at most 8 ranks. In a larger world, they are the pairs of the
     hosts' first ranks and the pairs of adjacent ranks on each host.
@@ -314,7 +314,7 @@ def _measure_pairs(
 
 
 def concurrent_pairs(pairs: Pairs, hosts: Sequence[int]) -> list[Pairs]:
-    """Group pairs so that no host takes part in two pairs of a group."""
+    """Return groups of the pairs in which no host takes part in two pairs."""
     rest, groups = list(pairs), []
     while rest:
         busy: set[int] = set()
