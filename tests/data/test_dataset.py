@@ -70,7 +70,7 @@ def test_standardise_works_per_channel() -> None:
 def test_samples_on_the_device_are_prepared_once() -> None:
     images = torch.randint(0, 256, (6, 1, 2, 2), dtype=torch.uint8)
     samples = TensorSamples(images, torch.arange(6), Standardise((0.3,), (0.4,)))
-    resident = samples.on(torch.device("cpu"))
+    resident = samples.to(torch.device("cpu"))
     indices = torch.tensor([5, 1])
     assert resident.inputs.dtype == torch.float32
     torch.testing.assert_close(resident.batch(indices), samples.batch(indices), rtol=0, atol=0)
@@ -134,7 +134,7 @@ def test_unsuitable_data_is_refused() -> None:
     with pytest.raises(DataError, match=r"mine is \(Tensor\[3\], Tensor\[3\]\)"):
         as_dataset((torch.zeros(3), torch.zeros(3)), "mine")
     with pytest.raises(DataError, match="cannot be stored on the device"):
-        as_samples(Squares()).on(torch.device("cpu"))
+        as_samples(Squares()).to(torch.device("cpu"))
 
 
 def test_a_collate_that_returns_no_pair_is_refused_with_the_shapes() -> None:

@@ -305,7 +305,7 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path: Path, protocol
             write_archive(
                 tmp_path, train=pickle.dumps(content, protocol=protocol), test=published("test")
             )
-            with pytest.raises(DataError, match="do not trust this file") as error:
+            with pytest.raises(DataError, match="Do not trust this file") as error:
                 cifar100_dataset(tmp_path)
             assert "\n" not in str(error.value)
             assert not trace.exists()
@@ -340,7 +340,7 @@ def test_arrays_of_other_types_or_sizes_are_refused() -> None:
     ("train", "message"),
     [
         (python2_pickle(bytes(100), (1, 100), [1]), r"found \(1, 100\)"),
-        (python2_pickle(bytes(3072), (1, 3072), [1, 2]), "1 images and 2 labels"),
+        (python2_pickle(bytes(3072), (1, 3072), [1, 2]), "1 images but 2 labels"),
         (python2_pickle(bytes(3072), (1, 3072), [100]), "`fine_labels` of 0 to 99"),
         (pickle.dumps([1, 2]), "holds a list"),
         (pickle.dumps({b"data": 1}), "found None"),

@@ -104,8 +104,8 @@ def test_epochs_differ_and_repeat_with_the_seed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"size": 99}, "size 99, this dataset has 100: resume with the same dataset"),
-        ({"seed": 4}, "seed 4, this dataset has 0: resume with the same seed"),
+        ({"size": 99}, "size 99, but this dataset has 100: resume with the same dataset"),
+        ({"seed": 4}, "seed 4, but this dataset has 0: resume with the same seed"),
         ({"shuffle": False}, "shuffle False"),
         ({"position": 101}, "101 is outside 100 samples"),
         ({"position": -1}, "-1 is outside"),

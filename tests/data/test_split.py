@@ -95,7 +95,7 @@ def test_microbatches_weigh_by_samples(count: int, accumulation: int) -> None:
 def test_a_share_that_is_not_positive_and_finite_is_reported(bad: float) -> None:
     with pytest.raises(DataError, match="rank 1 has"):
         split.weighted(10, [1.0, bad])
-    with pytest.raises(DataError, match="samples/s: rank 1 has"):
+    with pytest.raises(DataError, match=r"samples/s .* rank 1 has"):
         split.measured_shares([1.0, bad])
 
 

@@ -57,7 +57,7 @@ def test_text_targets_are_the_inputs_shifted_by_one_token() -> None:
 @pytest.mark.parametrize("dataset", [synthetic_dataset((2, 3), 5), synthetic_text_dataset(6, 9)])
 def test_synthetic_data_on_the_device_is_the_same(dataset: object) -> None:
     train = dataset.train  # type: ignore[attr-defined]
-    resident = train.on(torch.device("cpu"))
+    resident = train.to(torch.device("cpu"))
     for actual, expected in zip(train.batch([5, 7]), resident.batch([5, 7]), strict=True):
         assert torch.equal(actual, expected)
 

@@ -79,7 +79,7 @@ def test_token_files_are_mapped_and_never_changed(tmp_path: Path) -> None:
 
 def test_tokens_on_the_device_keep_their_type_and_give_the_same_windows() -> None:
     samples = TokenSamples(np.arange(60_000, 60_101, dtype=np.uint16), 10, 65536, "t")
-    resident = samples.on(torch.device("cpu"))
+    resident = samples.to(torch.device("cpu"))
     assert resident.tokens.element_size() == 2
     indices = torch.tensor([9, 0, 4])
     for actual, expected in zip(samples.batch(indices), resident.batch(indices), strict=True):
@@ -98,10 +98,10 @@ def write_three(directory: Path, **about: object) -> None:
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"dtype": "float32"}, "dtype 'float32'.*uint8, uint16, uint32"),
+        ({"dtype": "float32"}, "dtype 'float32'.*uint8, uint16 or uint32"),
         ({"vocabulary": 0}, "vocabulary 0"),
         ({"vocabulary": "many"}, "vocabulary 'many'"),
-        ({"tokens": {"train.bin": 51}}, "100 bytes, expected 51 tokens of 2 bytes"),
+        ({"tokens": {"train.bin": 51}}, "100 bytes, but 51 tokens of 2 bytes"),
     ],
 )
 def test_a_wrong_tokens_json_is_reported(
@@ -115,11 +115,11 @@ def test_a_wrong_tokens_json_is_reported(
 def test_missing_and_truncated_token_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
         token_dataset(tmp_path / "nowhere", 4)
-    with pytest.raises(DataError, match=r"tokens\.json does not exist: write it"):
+    with pytest.raises(DataError, match=r"tokens\.json does not exist. Create it"):
         token_dataset(tmp_path, 4)
     write_three(tmp_path)
     (tmp_path / "train.bin").write_bytes(bytes(99))
-    with pytest.raises(DataError, match=r"train\.bin is truncated or of another dtype: 99 bytes"):
+    with pytest.raises(DataError, match=r"train\.bin is truncated .*: it has 99 bytes"):
         token_dataset(tmp_path, 4)
     (tmp_path / "train.bin").unlink()
     with pytest.raises(DataError, match=r"train\.bin cannot be read: No such file"):

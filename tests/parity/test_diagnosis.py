@@ -109,7 +109,7 @@ def test_one_parameter_wrong_is_named_with_its_role() -> None:
 def test_a_common_factor_of_some_gradients_is_named() -> None:
     names = ("embed.weight", "head.weight")
     text = _text(replace(FINE, gradients=_scaled(0.5, *names)), layout="pp2")
-    assert text.startswith("2 of 6 gradients differ by a common factor: they are 2.000 × too small")
+    assert text.startswith("2 of 6 gradients differ by a common factor; they are 2.000 × too small")
     assert "pp = 2" in text
 
 
@@ -158,7 +158,7 @@ def test_an_error_of_a_later_step_names_the_step() -> None:
 
 def test_values_that_are_not_finite_are_wrong() -> None:
     nothing = [Difference("head.weight", math.inf), *GOOD[:-1]]
-    assert "not finite or missing, for example that of head.weight" in _text(
+    assert "not finite or missing, for example the gradient of head.weight" in _text(
         replace(FINE, gradients=nothing)
     )
     broken = [Difference("head.weight", math.nan, math.nan, math.nan), *GOOD[:-1]]

@@ -147,7 +147,7 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run nowhere", "--run nowhere does not exist: give the --out directory"),
         ("--run other", "--run other has no recipe.toml"),
         ("--run young", "--run young has no checkpoint yet"),
-        ("--run run --step 7", "--step 7: run has no such checkpoint: use 5, 6"),
+        ("--run run --step 7", "run has no checkpoint of --step 7: use 5, 6"),
         ("--run run --layout tp2", "layout tp2 needs 2 ranks, this world has 1"),
         ("--run run --tokens 3", "--tokens has no effect without --prompt"),
         ("--run run --limit 0", "--limit must be at least 1, got 0"),
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(
 
 def test_an_error_on_all_ranks_is_printed_once(trained: Path) -> None:
     done = predict("--run", trained, "--prompt", "a", "--ranks", "2", code=2)
-    assert f"tutti predict: --prompt needs a gpt, {trained} is a lenet" in done.stderr
+    assert f"tutti predict: --prompt needs a gpt, but {trained} is a lenet" in done.stderr
     assert done.stderr.count("--prompt needs a gpt") == 1
 
 

@@ -27,18 +27,18 @@ class Samples(ABC):
 
     @abstractmethod
     def fetch(self, indices: Tensor) -> Pair:
-        """The samples at `indices` (1-D, int64, possibly empty), stacked along dim 0."""
+        """Return the samples at `indices` (1-D, int64, possibly empty), stacked along dim 0."""
 
     def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
-        """Convert a fetched batch to the model's input on its device. Must be deterministic."""
+        """Convert a fetched batch to the model's input on its device. It must be deterministic."""
         return inputs, targets
 
     def batch(self, indices: Tensor | Sequence[int]) -> Pair:
-        """Fetch and prepare `indices`, for inspection and tests; training uses a Loader."""
+        """Fetch and prepare the samples at `indices`. Training uses a Loader instead."""
         return self.prepare(*self.fetch(torch.as_tensor(indices, dtype=torch.int64)))
 
-    def on(self, device: torch.device) -> "Samples":
-        """The same samples stored on `device`; `fetch` then works on that device."""
+    def to(self, device: torch.device) -> "Samples":
+        """Return the same samples stored on `device`, where `fetch` then works."""
         name = type(self).__name__
         raise DataError(f"{name} cannot be stored on the device: leave out --data-on-device")
 
@@ -50,7 +50,7 @@ class TensorSamples(Samples):
         self, inputs: Tensor, targets: Tensor, transform: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         if len(inputs) != len(targets):
-            raise DataError(f"{len(inputs)} inputs but {len(targets)} targets: they must match")
+            raise DataError(f"there are {len(inputs)} inputs but {len(targets)} targets")
         self.inputs, self.targets, self.transform = inputs, targets, transform
 
     def __len__(self) -> int:
@@ -62,8 +62,8 @@ class TensorSamples(Samples):
     def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
         return (self.transform(inputs) if self.transform else inputs), targets
 
-    def on(self, device: torch.device) -> Self:
-        """Copy to `device` and prepare once, so that fetching a batch is a single gather."""
+    def to(self, device: torch.device) -> Self:
+        """Copy the samples to `device` and prepare them once; `fetch` is then a single gather."""
         try:
             inputs, targets = self.prepare(self.inputs.to(device), self.targets.to(device))
         except torch.OutOfMemoryError as error:
@@ -74,9 +74,9 @@ class TensorSamples(Samples):
 
 
 class MapSamples(Samples):
-    """A torch map-style dataset: `dataset[i]` returns (input, target), `collate` stacks them.
+    """A torch map-style dataset: `dataset[i]` returns (input, target); `collate` stacks them.
 
-    The state of random transforms is not saved: a resumed run has the same samples, but other
+    The state of random transforms is not saved: a resumed run has the same samples, but different
     random transforms.
     """
 
@@ -106,8 +106,8 @@ class MapSamples(Samples):
             isinstance(part, Tensor) and len(part) == len(positions) for part in pair
         ):
             raise DataError(
-                f"{type(self.dataset).__name__}: {len(positions)} samples collate to "
-                f"{_describe(pair)}, expected (inputs, targets): return (input, target) tensors "
+                f"{len(positions)} samples of {type(self.dataset).__name__} collate to "
+                f"{_describe(pair)} instead of (inputs, targets): return (input, target) tensors "
                 "from __getitem__, or wrap the dataset in tutti.data.MapSamples(dataset, collate)"
             )
         return pair[0], pair[1]
@@ -146,7 +146,7 @@ def as_samples(data: object) -> Samples:
 
 
 def as_dataset(data: object, name: str) -> Dataset:
-    """Convert the return value of a user's function, a Dataset or a pair (train, test)."""
+    """Convert a pair (train, test) to a Dataset. A Dataset is returned unchanged."""
     if isinstance(data, Dataset):
         return data
     is_pair = isinstance(data, tuple | list) and len(data) == 2

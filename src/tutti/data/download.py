@@ -35,7 +35,7 @@ class Remote:
 
 
 def ensure(files: Sequence[Remote], directory: Path, *, cure: str) -> None:
-    """Download the `files` missing in `directory`; error messages end with `cure`."""
+    """Download the `files` that are missing in `directory`. Error messages end with `cure`."""
     if not _missing(files, directory):
         return
     try:
@@ -64,14 +64,14 @@ def _missing(files: Sequence[Remote], directory: Path) -> list[Remote]:
 
 
 def _present(directory: Path, name: str) -> Path | None:
-    """The path of the file, zipped or not; None if neither exists."""
+    """Return the path of the file, zipped or not, or None if neither exists."""
     candidates = (directory / name.removesuffix(".gz"), directory / name)
     return next((path for path in candidates if path.is_file()), None)
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[tuple[IO[bytes], bool]]:
-    """The lock file, opened and locked, and whether another process held the lock before."""
+    """Lock a file. Yield the open file and whether another process held the lock before."""
     with open(path, "a+b", buffering=0) as file:
         waited = False
         try:
@@ -115,7 +115,7 @@ def _download(file: Remote, directory: Path, cure: str) -> None:
         if not resumed:
             break
     raise DataError(
-        f"{file.url} has checksum {found}, expected {file.checksum}: the file was deleted; {cure}"
+        f"{file.url} has checksum {found}, expected {file.checksum}. The file was deleted; {cure}"
     )
 
 
@@ -131,7 +131,7 @@ def _resume(url: str, part: Path) -> None:
             return
         raise
     with response:
-        # A server may ignore the range and send the whole file (status 200): then overwrite.
+        # A server may ignore the range and send the whole file (status 200). Then overwrite.
         resumes = response.status == http.client.PARTIAL_CONTENT
         length = response.headers.get("Content-Length")
         with open(part, "ab" if resumes else "wb") as out:
@@ -149,7 +149,7 @@ def _resume(url: str, part: Path) -> None:
 
 
 def published_files(files: Sequence[Remote], directory: Path, *, download: bool) -> list[Path]:
-    """The paths of `files` in `directory`, zipped or not; `download` fetches missing files."""
+    """Return the paths of `files`, zipped or not. If `download`, fetch missing files first."""
     names = ", ".join(file.name for file in files)
     cure = f"put the files {names} into {directory} or use --dataset digits"
     if download:

@@ -27,15 +27,15 @@ from tutti.data.sampler import shuffled
 
 @dataclass(frozen=True)
 class Standardise:
-    """(x / 255 - mean) / std for each channel of byte images [N, C, H, W], as float32."""
+    """Converts byte images [N, C, H, W] to float32: (x / 255 - mean) / std for each channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
         result = images.float()
-        # Computed per channel with Python numbers, because tensors of constants would have to be
-        # copied to the device for every batch.
+        # The constants are Python numbers, because tensors would have to be copied to the device
+        # for every batch.
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             result[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
         return result
@@ -47,7 +47,7 @@ DIGITS_TEST = 360
 
 
 def digits_dataset(size: int = 28) -> Dataset:
-    """scikit-learn's digits as [N, 1, size, size], standardised; a fifth is the test set.
+    """Return scikit-learn's digits as [N, 1, size, size], standardised. A fifth is the test set.
 
     The original size is 8; for another size the images are scaled bilinearly. LeNet needs 28.
     """
@@ -92,7 +92,7 @@ FASHION_MNIST_STANDARDISE = Standardise(mean=(0.2860,), std=(0.3530,))
 
 
 def fashion_mnist_dataset(directory: Path | str, *, download: bool = False) -> Dataset:
-    """Fashion-MNIST from `directory`; `download` fetches the files that are missing there."""
+    """Return Fashion-MNIST from `directory`. If `download`, fetch missing files first."""
     paths = published_files(FASHION_MNIST_FILES, Path(directory), download=download)
     train, test = _read_mnist(*paths[:2]), _read_mnist(*paths[2:])
     return Dataset("fashion-mnist", train, test, classes=10)
@@ -105,7 +105,9 @@ def _read_mnist(images_path: Path, labels_path: Path) -> TensorSamples:
         size = f"{images.shape[1]} × {images.shape[2]}"
         problem = f"{images_path} has images of {size}, expected 28 × 28"
     elif len(images) != len(labels) or len(images) == 0:
-        problem = f"{images_path} has {len(images)} images, {labels_path} has {len(labels)} labels"
+        problem = (
+            f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels"
+        )
     elif labels.max() > 9:
         problem = f"{labels_path} has label {labels.max()}, expected 0 to 9"
     if problem:
@@ -115,7 +117,7 @@ def _read_mnist(images_path: Path, labels_path: Path) -> TensorSamples:
 
 
 def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """The array in an IDX file of unsigned bytes with `dims` dims, gzipped or not.
+    """Return the array in an IDX file of unsigned bytes with `dims` dims, gzipped or not.
 
     IDX: two zero bytes, the type (0x08 is unsigned byte), the number of dims, one big-endian uint32
     per dim, then the values, last dim fastest.
@@ -130,7 +132,7 @@ def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     if content[:4] != magic:
         raise DataError(
             f"{path} is not an IDX file of {dims}-dim bytes: it starts with "
-            f"0x{content[:4].hex() or '-'}, expected 0x{magic.hex()}: put the published file there"
+            f"0x{content[:4].hex() or '-'}, expected 0x{magic.hex()}. Put the published file there."
         )
     header = 4 + 4 * dims
     if len(content) < header:
@@ -138,10 +140,12 @@ def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     shape = struct.unpack(f">{dims}I", content[4:header])
     size, expected = len(content) - header, math.prod(shape)
     if size != expected:
-        problem = f"{'too long' if size > expected else 'truncated'}: {size} bytes after the header"
-        sizes = f"{' × '.join(map(str, shape))} = {expected}"
-        raise DataError(f"{path} is {problem}, expected {sizes}: download it again")
-    # Copied, because `content` is read-only and torch needs writable memory.
+        problem = "too long" if size > expected else "truncated"
+        sizes = (
+            f"{size} bytes after the header, expected {' × '.join(map(str, shape))} = {expected}"
+        )
+        raise DataError(f"{path} is {problem} ({sizes}): download it again")
+    # Copy, because `content` is read-only and torch needs writable memory.
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()
 
 
@@ -169,7 +173,7 @@ _CIFAR_CURE = "put the python version of CIFAR-100 there"
 
 
 def cifar100_dataset(directory: Path | str, *, download: bool = False) -> Dataset:
-    """CIFAR-100 with its fine labels, from a directory that holds the archive or its contents."""
+    """Return CIFAR-100 with fine labels, from a directory with the archive or its contents."""
     directory = Path(directory)
     folders = (directory / CIFAR100_FOLDER, directory)
     path = next((folder for folder in folders if (folder / "train").is_file()), None)
@@ -183,7 +187,7 @@ def cifar100_dataset(directory: Path | str, *, download: bool = False) -> Datase
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:
-    """The bytes of the two pickles, train and test; nothing is extracted to disk."""
+    """Return the bytes of the pickles train and test. Nothing is extracted to disk."""
     pickles = {}
     try:
         with tarfile.open(path, "r:*") as archive:
@@ -218,7 +222,7 @@ def _read_cifar(path: Path, pickled: bytes) -> TensorSamples:
     ):
         raise DataError(f"{path} has no `fine_labels` of 0 to 99: {_CIFAR_CURE}")
     if len(labels) != len(data):
-        raise DataError(f"{path} has {len(data)} images and {len(labels)} labels: {_CIFAR_CURE}")
+        raise DataError(f"{path} has {len(data)} images but {len(labels)} labels: {_CIFAR_CURE}")
     images = torch.from_numpy(data).view(-1, *_CIFAR_SHAPE)
     return TensorSamples(images, torch.tensor(labels), CIFAR100_STANDARDISE)
 
@@ -231,7 +235,7 @@ def _read_cifar(path: Path, pickled: bytes) -> TensorSamples:
 
 
 def load_plain(content: bytes, path: Path) -> object:
-    """The data in a pickle, without executing code; `path` names the file in errors."""
+    """Return the data in a pickle, without executing code. Errors name the file `path`."""
     try:
         value = _Unpickler(io.BytesIO(content), encoding="bytes").load()
         if isinstance(value, dict):
@@ -248,7 +252,7 @@ class _Dtype:
 
     def __init__(self, code: object, *_: object) -> None:
         if code not in ("u1", b"u1"):
-            raise DataError(f"an array of {code!r}, expected bytes (u1)")
+            raise DataError(f"it has an array of {code!r}, expected bytes (u1)")
 
     def __setstate__(self, _: object) -> None: ...
 
@@ -264,7 +268,7 @@ class _Array:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, dtype, fortran, self.content = state
         if not isinstance(dtype, _Dtype) or fortran:
-            raise DataError("an array that is not of bytes in row-major order")
+            raise DataError("it has an array that is not of bytes in row-major order")
 
     @classmethod
     def from_buffer(cls, content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> Any:
@@ -275,9 +279,9 @@ class _Array:
     def numpy(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         shape, content = self.shape, self.content
         if not isinstance(content, bytes | bytearray) or not all(type(n) is int for n in shape):
-            raise DataError("an array without content or shape")
+            raise DataError("it has an array without content or shape")
         if math.prod(shape) != len(content) or any(n < 0 for n in shape):
-            raise DataError(f"an array of {shape} with {len(content)} bytes")
+            raise DataError(f"it has an array of {shape} with {len(content)} bytes")
         return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)
 
 
@@ -298,7 +302,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) not in ALLOWED:
             raise DataError(
-                f"its pickle imports {module}.{name}, which plain data does not need: "
-                "do not trust this file, download the published file"
+                f"its pickle imports {module}.{name}, which plain data does not need. "
+                "Do not trust this file. Download the published file."
             )
         return ALLOWED[module, name]

@@ -37,7 +37,7 @@ class Batch:
 
     inputs: Tensor
     targets: Tensor
-    global_count: int  # samples of this step over all ranks: the divisor of the loss
+    global_count: int  # samples of the step over all ranks, by which the loss is divided
     start: Position
     after: Position
 
@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Samples of this step on this rank."""
+        """The number of samples of this step on this rank."""
         return len(self.inputs)
 
 
@@ -105,11 +105,13 @@ class Loader:
         training = shuffle or drop_last
         if training and len(samples) < ranks:
             raise DataError(
-                f"the dataset has {len(samples)} samples for {ranks} ranks, each needs at least "
-                f"one: use at most {len(samples)} ranks"
+                f"the dataset has {len(samples)} samples for {ranks} ranks, but each rank needs at "
+                f"least one: use at most {len(samples)} ranks"
             )
         if training and global_batch < ranks:
-            raise DataError(f"the global batch must be at least {ranks} ranks, got {global_batch}")
+            raise DataError(
+                f"the global batch must be at least {ranks} (ranks), got {global_batch}"
+            )
         for flag, value in (("--workers", workers), ("--prefetch", prefetch or 0)):
             if value < 0:
                 raise DataError(f"{flag} must be at least 0, got {value}")
@@ -121,7 +123,7 @@ class Loader:
         self.rank, self.ranks, self.workers = rank, ranks, workers
         self.device = torch.device(device)
         self.data_on_device = data_on_device
-        self.samples = samples.on(self.device) if data_on_device else samples
+        self.samples = samples.to(self.device) if data_on_device else samples
         local = data_on_device or (isinstance(samples, TensorSamples) and self.device.type == "cpu")
         self.prefetch = (0 if local and not workers else 2) if prefetch is None else prefetch
         self.sampler = GlobalSampler(
@@ -138,11 +140,11 @@ class Loader:
         self.set_shares(shares)
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, the same on every rank."""
+        """Return the number of steps in a whole epoch. It is the same on every rank."""
         return len(self.sampler)
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The position as JSON values, the same on every rank and for any number of ranks."""
+        """Return the position as JSON values, which do not depend on rank or number of ranks."""
         return self.sampler.state_dict(self.position)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -158,17 +160,19 @@ class Loader:
         """
         if shares is not None:
             if len(shares) != self.ranks:
-                raise DataError(f"{len(shares)} shares for {self.ranks} ranks: give one per rank")
+                raise DataError(
+                    f"got {len(shares)} shares for {self.ranks} ranks: give one per rank"
+                )
             weighted(0, shares)  # raises DataError for shares that are not finite and positive
         self._shares = None if shares is None else tuple(shares)
         self._stale = True
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from `position` to the end of the current epoch."""
+        """Yield the batches from `position` to the end of the current epoch."""
         return self.stream(epochs=1)
 
     def stream(self, epochs: int | None = None) -> Generator[Batch, None, None]:
-        """Batches to the end of `epochs` epochs, including the current epoch; endless if None.
+        """Yield batches to the end of `epochs` epochs, including the current one; None: forever.
 
         Starting a loop closes the previous loop.
         """
@@ -264,7 +268,7 @@ class Loader:
         return Batch(inputs, targets, drawn.global_count, drawn.start, drawn.after), copied
 
     def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
-        """Make `batch` safe to read on the step's stream; `tutti profile` counts samples here."""
+        """Make `batch` safe to read on the step's stream. `tutti profile` counts samples here."""
         if copied is not None:
             # The device waits for the copy, not the host. record_stream keeps the allocator from
             # reusing the memory, which belongs to the copy stream, before the step has read it.
@@ -285,10 +289,10 @@ def evaluation_loader(
     data_on_device: bool = False,
     workers: int = 0,
 ) -> Loader:
-    """A loader whose epoch has each sample exactly once over all ranks, for any number of samples.
+    """Return a loader whose epoch has each sample exactly once over all ranks.
 
-    All ranks take the same number of steps, some with an empty last batch, because forward may be
-    collective.
+    The number of samples may be any number. All ranks take the same number of steps, some with an
+    empty last batch, because forward may be collective.
     """
     return Loader(
         samples,
@@ -355,7 +359,7 @@ class Prefetcher(Generic[Item]):
 def _fetch_in_workers(
     samples: Samples, drawn: Iterator[BatchIndices], workers: int, seed: int
 ) -> _Fetched:
-    """Samples fetched by the worker processes of torch's DataLoader, in the order of `drawn`."""
+    """Yield samples fetched by processes of torch's DataLoader, in the order of `drawn`."""
     requested: deque[BatchIndices] = deque()
 
     def requests() -> Iterator[list[int]]:
@@ -387,7 +391,7 @@ def _fetch_in_workers(
 
 
 class _BatchFetch(MapDataset[Any]):
-    """Samples as torch's DataLoader reads them: `__getitems__` fetches a whole batch."""
+    """Lets torch's DataLoader read Samples. `__getitems__` fetches a whole batch."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples

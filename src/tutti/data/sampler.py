@@ -28,7 +28,7 @@ ROUNDS = 8
 
 
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64, a 64-bit hash with good avalanche, element by element."""
+    """Return the finaliser of splitmix64 of each value, a 64-bit hash with good avalanche."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -36,7 +36,7 @@ def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def hash_integers(*values: int) -> int:
-    """One 64-bit hash of several integers; their order matters."""
+    """Return one 64-bit hash of several integers. Their order matters."""
     state = np.zeros(1, dtype=np.uint64)
     for value in values:
         low = np.array([value & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
@@ -45,7 +45,7 @@ def hash_integers(*values: int) -> int:
 
 
 def shuffled(positions: Indices, size: int, seed: int, epoch: int) -> Indices:
-    """The sample at each of `positions` of an epoch: a permutation of range(size)."""
+    """Return the sample at each of `positions` of an epoch, from a permutation of range(size)."""
     columns = math.isqrt(size - 1) + 1  # √size, rounded up
     rows = -(-size // columns)
     keys = splitmix64(
@@ -82,7 +82,7 @@ class EpochOrder:
         self.size, self.seed, self.shuffle = size, seed, shuffle
 
     def samples(self, epoch: int, start: int, stop: int) -> Indices:
-        """The indices of the samples at positions `start` to `stop` - 1 of an epoch."""
+        """Return the indices of the samples at positions `start` to `stop` - 1 of an epoch."""
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         slices = [np.empty(0, dtype=np.int64)]
@@ -138,34 +138,34 @@ class GlobalSampler:
         self.order = EpochOrder(size, seed, shuffle)
 
     def __len__(self) -> int:
-        """Steps in a whole epoch."""
+        """Return the number of steps in a whole epoch."""
         return self.steps_left(Position())
 
     def steps_left(self, at: Position) -> int:
-        """Steps from position `at` to the end of the epoch."""
+        """Return the number of steps from position `at` to the end of the epoch."""
         remaining = self.size - at.sample
         return (
             remaining // self.global_batch if self.drop_last else -(-remaining // self.global_batch)
         )
 
     def normalise(self, at: Position) -> Position:
-        """`at`, or the start of the next epoch if this epoch has no batch left."""
+        """Return `at`, or the start of the next epoch if this epoch has no batch left."""
         return at if self.steps_left(at) > 0 else Position(at.epoch + 1, 0)
 
     def draw(self, at: Position) -> Draw:
-        """The samples of the step at position `at`. Stateless: depends only on `at`."""
+        """Return the samples of the step at position `at`. They depend only on `at`."""
         start = self.normalise(at)
         stop = min(start.sample + self.global_batch, self.size)
         indices = self.order.samples(start.epoch, start.sample, stop)
         return Draw(indices, start, self.normalise(Position(start.epoch, stop)))
 
     def state_dict(self, at: Position) -> dict[str, int | bool]:
-        """Position, dataset size, seed and shuffling as JSON values, the same for any ranks."""
+        """Return position, dataset size, seed and shuffling as JSON values, for any ranks."""
         order = {"size": self.size, "seed": self.order.seed, "shuffle": self.order.shuffle}
         return order | {"epoch": at.epoch, "position": at.sample}
 
     def position(self, state: Mapping[str, object]) -> Position:
-        """The position in `state`, which must be from the same dataset in the same order.
+        """Return the position in `state`, which must be from the same dataset in the same order.
 
         The global batch may differ: the rest of the epoch then has the same samples in the same
         order, with another number of samples per step.
@@ -174,8 +174,8 @@ class GlobalSampler:
         for name, same in (("size", "dataset"), ("seed", "seed"), ("shuffle", "shuffling")):
             if state.get(name) != current[name]:
                 raise DataError(
-                    f"the saved data position has {name} {state.get(name)}, this dataset has "
-                    f"{current[name]}: resume with the same {same}"
+                    f"the saved data position has {name} {state.get(name)}, but this dataset "
+                    f"has {current[name]}: resume with the same {same}"
                 )
         epoch, sample = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(sample, int) and epoch >= 0):

@@ -20,15 +20,15 @@ def even(count: int, ranks: int) -> list[int]:
 
 
 def weighted(count: int, shares: Sequence[float], minimum: int = 0) -> list[int]:
-    """Divide `count` samples in proportion to `shares`: largest remainder, ties to the lower rank.
+    """Divide `count` samples in proportion to `shares`, by the method of largest remainders.
 
-    No rank gets less than `minimum`. If there are too few samples (in the short last batch of an
-    epoch), the minimum is 0.
+    Ties go to the lower rank. No rank gets less than `minimum`. If there are too few samples (in
+    the short last batch of an epoch), the minimum is 0.
     """
     return list(_weighted(count, tuple(shares), minimum))
 
 
-# Cached, because exact fractions are slow, and a run makes the same call in every step.
+# Cache the result, because exact fractions are slow, and each step of a run makes the same call.
 @lru_cache(maxsize=256)
 def _weighted(count: int, shares: tuple[float, ...], minimum: int) -> tuple[int, ...]:
     _check_shares(shares)
@@ -62,7 +62,7 @@ def _largest_remainder(count: int, weights: Sequence[Fraction]) -> list[int]:
 def measured_shares(
     rates: Sequence[float], previous: Sequence[float] | None = None, smoothing: float = 0.5
 ) -> list[float]:
-    """Shares, summing to 1, from each rank's measured samples per second.
+    """Return shares, which sum to 1, from each rank's measured samples per second.
 
     A slow rank gets fewer samples, so that all ranks reach the all-reduce at the same time.
     `smoothing` is the weight of `previous`. All ranks must pass the same rates.
@@ -84,7 +84,7 @@ def measured_shares(
 
 
 def bounds(counts: Sequence[int], rank: int) -> tuple[int, int]:
-    """The start and stop of the samples of `rank` in a batch divided into `counts`."""
+    """Return the start and stop of the samples of `rank` in a batch divided into `counts`."""
     start = sum(counts[:rank])
     return start, start + counts[rank]
 
@@ -94,4 +94,4 @@ def _check_shares(shares: Sequence[float], what: str = "shares") -> None:
         raise DataError(f"no {what}: give one per rank")
     for rank, share in enumerate(shares):
         if not (math.isfinite(share) and share > 0):
-            raise DataError(f"{what}: rank {rank} has {share}, each must be finite and above 0")
+            raise DataError(f"{what} must be finite and above 0, but rank {rank} has {share}")

@@ -40,7 +40,7 @@ class SyntheticSamples(Samples):
         # A view of all windows takes no memory; indexing copies the selected ones.
         return self.pool.unfold(0, length, 1)[self.offsets[indices % WINDOWS]]
 
-    def on(self, device: torch.device) -> "SyntheticSamples":
+    def to(self, device: torch.device) -> "SyntheticSamples":
         tensors = (t.to(device) for t in (self.pool, self.offsets, self.labels))
         return type(self)(self.size, self.shape, *tensors)
 
@@ -56,7 +56,7 @@ class SyntheticTokens(SyntheticSamples):
 def synthetic_dataset(
     shape: Sequence[int], classes: int, *, size: int = 60_000, test: int = 10_000, seed: int = 0
 ) -> Dataset:
-    """Inputs of `shape`, float32 with mean 0 and variance 1, and labels below `classes`."""
+    """Return float32 inputs of `shape` with mean 0 and variance 1, and labels below `classes`."""
     _check(size, test, classes, *shape)
 
     def samples(split: int, count: int) -> SyntheticSamples:
@@ -71,7 +71,7 @@ def synthetic_dataset(
 def synthetic_text_dataset(
     seq_len: int, vocabulary: int, *, size: int = 60_000, test: int = 10_000, seed: int = 0
 ) -> Dataset:
-    """Windows of `seq_len` tokens below `vocabulary`; targets are shifted by one token."""
+    """Return windows of `seq_len` tokens below `vocabulary`. Targets are shifted by one token."""
     _check(size, test, vocabulary, seq_len)
 
     def samples(split: int, count: int) -> SyntheticTokens:

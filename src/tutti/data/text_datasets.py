@@ -26,7 +26,7 @@ from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
 
 DTYPES = ("uint8", "uint16", "uint32")
-BYTES = 256
+BYTE_VOCABULARY_SIZE = 256
 TEST_FRACTION = 0.05
 STDLIB_LIMIT = 16 << 20  # bytes; Python 3.11 has 10.7 million
 
@@ -41,8 +41,8 @@ class TokenSamples(Samples):
             raise DataError(f"the sequence length must be at least 1, got {seq_len}")
         if len(tokens) < seq_len + 1:
             raise DataError(
-                f"{name} has {len(tokens)} tokens, sequence length {seq_len} needs {seq_len + 1}: "
-                "use a shorter sequence or more text"
+                f"{name} has {len(tokens)} tokens, but sequence length {seq_len} needs "
+                f"{seq_len + 1}. Use a shorter sequence or more text."
             )
         self.seq_len, self.vocabulary, self.name = seq_len, vocabulary, name
         if isinstance(tokens, np.ndarray):
@@ -58,12 +58,12 @@ class TokenSamples(Samples):
     def fetch(self, indices: Tensor) -> Pair:
         # A view of all windows takes no memory; indexing copies the selected ones.
         windows = self.tokens.unfold(0, self.seq_len + 1, self.seq_len)[indices]
-        # On a GPU the check would synchronise at each step; on() has checked all tokens once.
+        # On a GPU the check would synchronise at each step; to() has checked all tokens once.
         tokens = self._as_int64(windows, check=windows.device.type == "cpu")
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def on(self, device: torch.device) -> "TokenSamples":
-        """The tokens on `device`, in the stored integer type."""
+    def to(self, device: torch.device) -> "TokenSamples":
+        """Return the tokens on `device`, in the stored integer type."""
         if device.type != "cpu":
             for chunk in torch.split(self.tokens, 1 << 24):
                 self._as_int64(chunk, check=True)
@@ -78,7 +78,7 @@ class TokenSamples(Samples):
 
     def _as_int64(self, stored: Tensor, check: bool) -> Tensor:
         tokens = stored.long() & ((1 << 8 * stored.element_size()) - 1)
-        # The embedding's own error, a CUDA assertion on a GPU, names neither file nor token.
+        # The error of nn.Embedding (a device assertion on CUDA) names neither file nor token.
         if check and tokens.numel() and (largest := int(tokens.max())) >= self.vocabulary:
             raise DataError(
                 f"{self.name} has token {largest}, but a vocabulary of {self.vocabulary}: "
@@ -88,7 +88,7 @@ class TokenSamples(Samples):
 
 
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
-    """Tokens from a directory in the format above, memory-mapped: may be larger than memory."""
+    """Return memory-mapped tokens, which may be larger than memory. See the format above."""
     directory = Path(directory)
     if not directory.is_dir():
         problem = "is a file" if directory.is_file() else "does not exist"
@@ -99,21 +99,25 @@ def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
         metadata = json.loads(path.read_bytes())
         dtype, vocabulary = metadata["dtype"], metadata["vocabulary"]
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist: write it, such as {example}") from error
+        raise DataError(
+            f"{path} does not exist. Create it with content such as {example}"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} does not parse ({error!r}): expected {example}") from error
     if dtype not in DTYPES or type(vocabulary) is not int or vocabulary < 1:
-        content = f"dtype {dtype!r} and vocabulary {vocabulary!r}"
-        raise DataError(f"{path} has {content}, expected {', '.join(DTYPES)} and at least 1")
+        raise DataError(
+            f"{path} has dtype {dtype!r} and vocabulary {vocabulary!r}. The dtype must be uint8, "
+            "uint16 or uint32, and the vocabulary must be at least 1."
+        )
     test = directory / "test.bin"
     train_samples, test_samples = (
-        TokenSamples(_map(path, metadata), seq_len, vocabulary, str(path))
+        TokenSamples(_memory_map_tokens(path, metadata), seq_len, vocabulary, str(path))
         for path in (directory / "train.bin", test if test.is_file() else directory / "val.bin")
     )
     return Dataset(directory.name, train_samples, test_samples, vocabulary=vocabulary)
 
 
-def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
+def _memory_map_tokens(path: Path, metadata: Mapping[str, Any]) -> Tokens:
     dtype = np.dtype(metadata["dtype"]).newbyteorder("<")
     try:
         size = path.stat().st_size
@@ -123,15 +127,15 @@ def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
     expected = dict(metadata.get("tokens") or {}).get(path.name, count)
     if remainder or count != expected or not count:
         raise DataError(
-            f"{path} is truncated or of another dtype: {size} bytes, expected {expected} tokens of "
-            f"{dtype.itemsize} bytes: write it again"
+            f"{path} is truncated or has another dtype: it has {size} bytes, but {expected} tokens "
+            f"of {dtype.itemsize} bytes were expected. Write the file again."
         )
     # Copy-on-write: torch needs writable memory, and the file must not change.
     return np.memmap(path, dtype=dtype, mode="c").view(dtype.newbyteorder("="))
 
 
 def byte_dataset(path: Path | str, seq_len: int) -> Dataset:
-    """The bytes of a file, or of all files below a directory in the order of their paths.
+    """Return the bytes of a file, or of all files below a directory in the order of their paths.
 
     The test set is the end of the text. Names that begin with a dot are skipped.
     """
@@ -147,8 +151,8 @@ def byte_dataset(path: Path | str, seq_len: int) -> Dataset:
     window = seq_len + 1
     if len(text) < 2 * window:
         raise DataError(
-            f"{path} has {len(text)} bytes, a training window and a test window need 2 × {window}: "
-            "use a shorter sequence or more text"
+            f"{path} has {len(text)} bytes, but a training window and a test window need 2 × "
+            f"{window}. Use a shorter sequence or more text."
         )
     # Each set has at least one window, even for a short text.
     end = len(text) - min(max(round(len(text) * TEST_FRACTION), window), len(text) - window)
@@ -156,10 +160,11 @@ def byte_dataset(path: Path | str, seq_len: int) -> Dataset:
 
 
 def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
-    """The source code of Python's standard library: real text that needs no download.
+    """Return the source code of Python's standard library, which needs no download.
 
-    At most `limit` bytes, the same on all machines with the same Python version. Every twentieth
-    module is in the test set, because the last modules in path order differ from the others.
+    The dataset has at most `limit` bytes and is the same on all machines with the same Python
+    version. Every twentieth module is in the test set, because the last modules in path order
+    differ from the others.
     """
     root = Path(sysconfig.get_path("stdlib"))
     # Leave out installed packages, tests and tables of code points, and also build files, which
@@ -177,7 +182,7 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
 def _files(
     root: Path, skipped: Sequence[str] = (), prefixes: tuple[str, ...] = (".",)
 ) -> Iterator[Path]:
-    """All files below `root`, sorted, so that the order does not depend on the file system."""
+    """Yield all files below `root`, in an order that does not depend on the file system."""
 
     def kept(names: list[str]) -> list[str]:
         return sorted(n for n in names if n not in skipped and not n.startswith(prefixes))
@@ -197,6 +202,6 @@ def _concatenate(paths: Iterable[Path], limit: int | None = None) -> Tokens:
 
 
 def _splits(name: str, train: Tokens, test: Tokens, seq_len: int) -> Dataset:
-    train_samples = TokenSamples(train, seq_len, BYTES, f"training text of {name}")
-    test_samples = TokenSamples(test, seq_len, BYTES, f"test text of {name}")
-    return Dataset(name, train_samples, test_samples, vocabulary=BYTES)
+    train_samples = TokenSamples(train, seq_len, BYTE_VOCABULARY_SIZE, f"training text of {name}")
+    test_samples = TokenSamples(test, seq_len, BYTE_VOCABULARY_SIZE, f"test text of {name}")
+    return Dataset(name, train_samples, test_samples, vocabulary=BYTE_VOCABULARY_SIZE)

@@ -62,8 +62,8 @@ class Scratch(Engine):
         reduction_mode: Literal["each", "grouped"] = "grouped",
         find_unused: bool = False,
     ) -> None:
-        calls = {"each": "one all-reduce per gradient", "grouped": "one for all gradients"}
-        text = f"scratch: {count_replicas(world)}, {calls[reduction_mode]}, after backward"
+        gradients = {"each": "per gradient", "grouped": "for all gradients"}[reduction_mode]
+        text = f"scratch: {count_replicas(world)}, one all-reduce {gradients}, after backward"
         super().__init__(model, world, text)
         self.reduction_mode, self.find_unused = reduction_mode, find_unused
         broadcast_coalesced([*model.parameters(), *model.buffers()])

@@ -67,7 +67,7 @@ def train_under_layout(
     scales: Scales,
     reference: Sequence[StepRecord],
 ) -> Iterator[StepDifference]:
-    """Train with an engine; yields the differences of each step, the same on every rank."""
+    """Train with an engine. Yield the differences of each step, which are equal on all ranks."""
     options, mesh, device = workload.options, engine.mesh, engine.world.device
     parameters = {  # a tied parameter is listed under the first of its names
         workload.aliases[name]: parameter
@@ -120,8 +120,8 @@ def train_under_layout(
         all_ranks = comm.gather_json(compared)
         own_buffers = _own_buffers(engine, all_ranks, tolerance.buffer)
         # Gradients scaled down x times too much were divided by a norm that is x times too large.
-        clipped = [each for rank in all_ranks if (each := rank["clip_factor"]) is not None]
-        norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
+        clip_factors = [f for rank in all_ranks if (f := rank["clip_factor"]) is not None]
+        norms = [Scalar.between(factor / f if f else math.inf, 1.0) for f in clip_factors]
         merged = {
             kind: _merge(all_ranks, kind, getattr(record, kind))
             for kind in ("gradients", "updates", "buffers")
@@ -131,7 +131,7 @@ def train_under_layout(
             gradients=merged["gradients"],
             norm=max(norms, key=lambda norm: norm.error, default=Scalar(0.0, 1.0)),
             updates=merged["updates"],
-            buffers=[each for each in merged["buffers"] if each.name not in own_buffers],
+            buffers=[diff for diff in merged["buffers"] if diff.name not in own_buffers],
             own_buffers=own_buffers,
         )
     loader.close()
@@ -159,7 +159,7 @@ class _GradientRecorder:
         return loss
 
     def _record_clipping(self, *_: Any) -> None:
-        """Compute the min_scale-squares factor between the gradients before and after clipping."""
+        """Compute the least-squares factor between the gradients before and after clipping."""
         products = squares = 0.0
         for name, parameter in self.parameters.items():
             before = self._before[name].double()
@@ -173,7 +173,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Gather the full tensor on every rank that holds a shard. Collective over these ranks."""
+    """Gather the full tensor. All ranks that hold a shard must call this function."""
     tensor = tensor.detach()
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.double().clone()
@@ -188,7 +188,7 @@ def _compare_all(
     """Compare tensors by name. The floor applies to the names in `floored`, by default to all."""
     floored = reference.keys() if floored is None else floored
     values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
-    min_scale = floor * max((float(each.abs().max()) for each in values), default=0.0)
+    min_scale = floor * max((float(value.abs().max()) for value in values), default=0.0)
     return [
         diagnosis.compare_tensors(
             name, tensor, reference[name], min_scale if name in floored else 0.0
@@ -207,17 +207,17 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
     batch_norms = {name for names in comm.gather_json(synchronised) for name in names}
     by_rank = [(rank["data_rank"], [Difference(*b) for b in rank["buffers"]]) for rank in ranks]
     own_buffers = diagnosis.buffers_of_own_samples(by_rank, tolerance)
-    return [each for each in own_buffers if each.rpartition(".")[0] not in batch_norms]
+    return [name for name in own_buffers if name.rpartition(".")[0] not in batch_norms]
 
 
 def _merge(
     ranks: Sequence[Mapping[str, Any]], kind: str, reference: Mapping[str, Tensor]
 ) -> list[Difference]:
-    """Return one difference per tensor; a tensor that no rank holds has an infinite error."""
+    """Return one difference per tensor. A tensor that no rank holds has an infinite error."""
     differences = diagnosis.merge_ranks(
-        [Difference(*each) for each in rank[kind]] for rank in ranks
+        [Difference(*values) for values in rank[kind]] for rank in ranks
     )
-    missing = reference.keys() - {each.name for each in differences}
+    missing = reference.keys() - {diff.name for diff in differences}
     return differences + [Difference(name, math.inf) for name in sorted(missing)]
 
 
@@ -230,7 +230,7 @@ _COMPARED = (  # keys of a row that are null if the layout could not be compared
 
 
 def check_layouts(workload: Workload, layouts: Sequence[Layout], world: World) -> Iterator[Row]:
-    """Yield a row for each layout, the same on every rank. Collective."""
+    """Yield a row for each layout, equal on all ranks. All ranks must call this function."""
     torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 must not use TF32
     reference = Reference(workload, world)
     for layout in layouts:
@@ -239,7 +239,7 @@ def check_layouts(workload: Workload, layouts: Sequence[Layout], world: World) -
 
 
 class Reference:
-    """The records of the single device: computed by rank 0 and broadcast, once for all layouts."""
+    """The records of the single device, which rank 0 computes and broadcasts for all layouts."""
 
     def __init__(self, workload: Workload, world: World) -> None:
         self.workload = workload
@@ -250,7 +250,7 @@ class Reference:
         self._records: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
 
     def records(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
-        """Return the single device's records of all steps with this optimizer. Collective."""
+        """Return the records of all steps with this optimizer. All ranks must call this method."""
         key = name, 1, 1
         if self.workload.by_microbatch:
             key = name, layout.data_ranks, self.workload.microbatches(layout)
@@ -283,7 +283,7 @@ class Reference:
 
 
 def check_layout(workload: Workload, layout: Layout, world: World, reference: Reference) -> Row:
-    """Train under a layout with both optimizers; returns the row of the layout. Collective."""
+    """Train under a layout and return its row. All ranks must call this function."""
     microbatches = workload.microbatches(layout)
     row: Row = {"layout": str(layout), "ranks": layout.size, "microbatches": microbatches}
     results: dict[OptimizerName, list[StepDifference]] = {}
@@ -299,10 +299,10 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
     tolerance = TOLERANCES[workload.options.precision]
     setting = diagnosis.Setting(layout, microbatches, workload.counts, workload.roles)
     steps = [*results["sgd"], *results["adamw"]]
-    gradient = worst([each for step in steps for each in step.gradients])
-    buffers = [each for step in steps for each in step.buffers]
+    gradient = worst([diff for step in steps for diff in step.gradients])
+    buffers = [diff for step in steps for diff in step.buffers]
     buffer = worst(buffers) if buffers else None
-    # SGD first, because its updates are proportional to the gradients.
+    # SGD comes first, because its updates are proportional to the gradients.
     text = diagnosis.diagnose(results["sgd"], setting, tolerance)
     if text is None and (text := diagnosis.diagnose(results["adamw"], setting, tolerance)):
         text = f"with AdamW only: {text}"
@@ -310,7 +310,7 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
         "loss_rel_err": max(step.loss.error for step in steps),
         "grad_rel_err": gradient.error,
         "norm_rel_err": max(step.norm.error for step in steps),
-        "update_rel_err": {name: worst(each[-1].updates).error for name, each in results.items()},
+        "update_rel_err": {name: worst(diffs[-1].updates).error for name, diffs in results.items()},
         "buffer_rel_err": buffer.error if buffer else None,
         "worst_parameter": gradient.name,
         "worst_role": workload.roles.get(gradient.name),
@@ -354,8 +354,8 @@ class ParityTable:
             first, *others = row["own_buffers"]
             more = f" and {len(others)} more" if others else ""
             self._print(
-                f"{row['layout']} note: not compared: {first}{more}. These buffers depend on each "
-                "data rank's own samples; evaluation and checkpoints use the buffers of rank 0"
+                f"{row['layout']} note: did not compare {first}{more}. These buffers depend on "
+                "each data rank's own samples; evaluation and checkpoints use the buffers of rank 0"
             )
 
     def _print(self, *parts: str | tuple[str, str]) -> None:

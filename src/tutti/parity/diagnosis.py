@@ -40,7 +40,7 @@ class Scalar(NamedTuple):
 
     @classmethod
     def between(cls, a: float, b: float) -> "Scalar":
-        """Return |a − b| / |b| and a / b; the error of a number that is not finite is infinite."""
+        """Return |a − b| / |b| and a / b. The error of a number that is not finite is infinite."""
         if not (math.isfinite(a) and math.isfinite(b)):
             return cls(math.inf, math.nan)
         if b == 0:
@@ -61,7 +61,7 @@ class StepDifference:
 
 
 def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
-    """Return the differences above the tolerance; NaN counts as above."""
+    """Return the differences above the tolerance. NaN counts as above."""
     return [diff for diff in differences if not diff.error <= tolerance]
 
 
@@ -98,7 +98,7 @@ def buffers_of_own_samples(
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor, min_scale: float) -> Difference:
-    """Compare two tensors; errors are relative to max |b|, or to `min_scale` if that is larger."""
+    """Compare two tensors. Errors are relative to max |b|, or to `min_scale` if that is larger."""
     finite = b.isfinite()
     if not finite.all():  # for example -inf in a causal mask, which must be equal in a
         if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
@@ -119,12 +119,12 @@ class Setting:
 
     layout: Layout
     microbatches: int
-    samples: Sequence[int]  # of each step, over all ranks
-    roles: Mapping[str, str]  # of each parameter in the model
+    samples: Sequence[int]  # number of samples of each step, over all ranks
+    roles: Mapping[str, str]  # role of each parameter in the model
 
 
 def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Tolerance) -> str | None:
-    """Return one line about the first error; None if there is none."""
+    """Return one line about the first error, or None if there is no error."""
     for number, step in enumerate(steps):
         if bad := wrong(step.gradients, tolerance.gradient):
             text = _gradients(step, bad, setting, setting.samples[number], tolerance)
@@ -165,7 +165,7 @@ def _gradients(
     # Whether ranks hold different values of the same gradient.
     disagree = any(diff.spread > tolerance.gradient for diff in bad)
     if any(not math.isfinite(diff.error) for diff in bad):
-        return f"gradients are not finite or missing, for example that of {worst_name}"
+        return f"gradients are not finite or missing, for example the gradient of {worst_name}"
     if len(bad) == total and factor is not None:
         return f"gradients are {_size(factor)}: {_cause(factor, setting)}"
     roles = {setting.roles.get(diff.name, "unknown") for diff in bad}
@@ -178,7 +178,7 @@ def _gradients(
         axes = _shared_axes(setting.layout)
         return f"{differ} between ranks; the worst is {worst_name}: not summed over {axes}"
     if factor is not None:
-        return f"{differ} by a common factor: they are {_size(factor)}: {_cause(factor, setting)}"
+        return f"{differ} by a common factor; they are {_size(factor)}: {_cause(factor, setting)}"
     missing = (1 - step.loss.factor) * samples
     loss_differs = step.loss.error > tolerance.loss
     if loss_differs and 0.4 < abs(missing) < 0.1 * samples + 1:
@@ -221,9 +221,9 @@ def _loss(factor: float, setting: Setting) -> str:
     causes = list(_equal_sizes(factor, setting))
     text = f"the loss is {_size(factor)}, but all gradients agree"
     if factor > 1 and causes:
-        return f"{text}: the factor is {' and '.join(causes)}: summed once per rank"
+        return f"{text}: the factor is {' and '.join(causes)}, so it is summed once per rank"
     if causes:
-        return f"{text}: the factor is 1 / {' and 1 / '.join(causes)}: only a part is summed"
+        return f"{text}: the factor is 1 / {' and 1 / '.join(causes)}, so only a part is summed"
     return f"{text}: the reported loss is not the loss that is minimised"
 
 
@@ -233,7 +233,9 @@ def _norm(factor: float, setting: Setting) -> str:
     causes = list(_equal_sizes(factor * factor, setting))
     text = f"gradients agree, but the norm for clipping is {_size(factor)}"
     if causes:
-        problem = "counted once per rank" if factor > 1 else "a part of the squares is missing"
+        problem = (
+            "it is counted once per rank" if factor > 1 else "a part of the squares is missing"
+        )
         return f"{text}, the root of {' or '.join(causes)}: {problem}"
     axes = [axis for axis in ("pp", "tp", "shard") if setting.layout.axes[axis] > 1]
     over = f": is it summed over {', '.join(axes)}?" if axes else ""
@@ -258,7 +260,7 @@ def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Toleran
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:
-    """Return the factor, other than 1, that explains all errors; None if there is none."""
+    """Return the factor, other than 1, that explains all errors, or None if there is none."""
     factor = worst(bad).factor
     loose = 100 * tolerance.gradient  # the factor multiplies rounding errors, too
     explained = all(

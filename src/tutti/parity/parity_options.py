@@ -1,4 +1,4 @@
-"""Options of a parity check, the sizes that the check chooses, and its tolerances.
+"""Options of a parity check, and the sizes that the check chooses.
 
 This module does not import torch, so that `tutti parity --help` stays fast.
 """
@@ -17,12 +17,12 @@ from tutti.world.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class ParityOptions:
-    """The training that is compared."""
+    """Options of the training runs that the parity check compares."""
 
     architecture: Architecture = field(default_factory=GPTConfig)
     """Sizes of the recipe's model."""
     model: str | None = None
-    """Your own model instead of the recipe's: package.module:function, which returns a module."""
+    """Your own model: package.module:function; the function must return an nn.Module."""
     dataset: str | None = None
     """Dataset, as in tutti train (default: random samples that fit the model)."""
     data_dir: Path = Path("data")
@@ -34,12 +34,12 @@ class ParityOptions:
     padded: bool = False
     """Pad the targets of text samples with -100, by a different number of tokens in each sample."""
     steps: int = 3
-    """Number of optimizer steps with each of SGD and AdamW. In every second step the samples do not
-    divide evenly."""
+    """Number of optimizer steps with each of SGD and AdamW. In every second step, the number
+    of samples is not divisible by the number of ranks."""
     microbatch: int = 1
     """Number of samples in the smallest microbatch of any layout."""
     precision: Precision = "float64"
-    """Precision of the layouts. The single device always computes in float64."""
+    """Precision of the parallel runs. The single-device reference always uses float64."""
     checkpoint_activations: Recompute = "full"
     """Activations that the layouts recompute in backward, if the model has repeated blocks. The
     single device recomputes none."""
@@ -51,19 +51,23 @@ class ParityOptions:
     def check(self) -> None:
         if self.steps < 2:
             raise UsageError(
-                f"--steps must be at least 2, got {self.steps}: the second step is uneven"
+                f"--steps must be at least 2, got {self.steps}, because only the second step tests "
+                "a batch that cannot be divided evenly over the ranks"
             )
         if self.microbatch < 1:
             raise UsageError(f"--microbatch must be at least 1, got {self.microbatch}")
         if layout := self.parallel.layout:
-            raise UsageError(f"--layout {layout}: parity takes a list: use --layouts {layout}")
+            raise UsageError(
+                f"parity takes a list of layouts: use --layouts {layout}, not --layout"
+            )
 
 
 def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
-    """Return the microbatches of a step: one per pipeline stage, otherwise 3, or 2 with tp.
+    """Return the number of microbatches: one per stage with pp, else 2 with tp and 3 without.
 
-    Few layouts have an axis of size 3, so a wrong factor of 3 is not confused with dp2. With tp, 2
-    microbatches are used, because DTensor needs about a second of CPU time for each of them.
+    Few layouts have an axis of size 3, so an error by a factor of 3 points to the microbatches and
+    not to an axis. With tp, 2 microbatches are used, because DTensor needs about a second of CPU
+    time for each of them.
     """
     if layout.pp > 1:
         return layout.pp * parallel.virtual_stages
@@ -77,17 +81,18 @@ def samples_for(
 
     The uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
     microbatch. With batch norms, every microbatch has at least two samples. The full step has
-    --microbatch times the smallest larger number of samples that every layout divides evenly.
+    n × --microbatch samples, where n is the smallest number greater than the number in the uneven
+    step that every layout can divide evenly.
     """
     uneven = max(1, 2 * layouts[0].size - 1)
-    while batch_norms and min(_smallest_microbatch(uneven, each, options) for each in layouts) < 2:
+    while batch_norms and min(_smallest_microbatch(uneven, x, options) for x in layouts) < 2:
         uneven += 2
     divisors = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
     return options.microbatch * _round_up(uneven + 1, math.lcm(*divisors)), uneven
 
 
 def _smallest_microbatch(samples: int, layout: Layout, options: ParityOptions) -> int:
-    """Return the samples in the smallest microbatch of a step, over all data ranks."""
+    """Return the number of samples in a step's smallest microbatch, summed over data ranks."""
     ranks = layout.data_ranks
     count = min(microbatches_of(layout, options.parallel), -(-samples // ranks))
     return sum((samples // ranks + (rank < samples % ranks)) // count for rank in range(ranks))

@@ -1,7 +1,8 @@
 """The workload (weights, samples and steps), and the reference: a float64 loop on one device.
 
-Layouts are compared with this loop, so it shares no code with engines or with tutti's own step: the
-whole batch at once, the mean over all targets, torch's own clipping and torch's own optimizers.
+Layouts are compared with this loop, so it shares no code with engines or with tutti's own step. It
+processes the whole batch at once, with the mean over all targets, and torch's clipping and
+optimizers.
 """
 
 import math
@@ -39,9 +40,10 @@ class Workload:
     """A short training, which is run on one device and under each layout.
 
     make_model: returns the model with its initial weights, identical in every call and on every
-    rank. samples: those of a full step, followed by those of an uneven step. batch: the samples of
-    a full step, over all ranks. by_microbatch: whether the result depends on how a step is divided
-    into microbatches, because of batch norms or of buffers that every forward changes.
+    rank. samples: the samples of a full step, then the samples of an uneven step. batch: the number
+    of samples in a full step, over all ranks. by_microbatch: whether the result depends on how a
+    step is divided into microbatches, because of batch norms or of buffers that every forward
+    changes.
     """
 
     options: ParityOptions
@@ -60,7 +62,7 @@ class Workload:
 
     @property
     def counts(self) -> list[int]:
-        """The samples of each step: full, uneven, full, …"""
+        """The number of samples in each step: full, uneven, full, …"""
         uneven = len(self.samples) - self.batch
         return [uneven if number % 2 else self.batch for number in range(self.options.steps)]
 
@@ -70,7 +72,7 @@ class Workload:
 
 
 def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[Layout]) -> Workload:
-    """Make the workload of these options, the same for all layouts."""
+    """Make the workload of these options. It is the same for all layouts."""
     options.check()
     recipe = parity_options.recipe_with(recipe_name, options)
     dataset = load_dataset(recipe)
@@ -93,7 +95,7 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
         samples = TensorSamples(*dataset.train.batch(range(batch + uneven)))
     else:
         raise UsageError(
-            f"--dataset {dataset.name} has {len(dataset.train)} samples, this check needs "
+            f"--dataset {dataset.name} has {len(dataset.train)} samples, but this check needs "
             f"{batch + uneven}: use fewer --ranks, a smaller --microbatch or another dataset"
         )
     if options.padded:
@@ -179,13 +181,13 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
             elif path in _HEADS:
                 roles[name] = "head"
             else:  # blocks.3.attention.wq → attention.wq
-                words = [word for word in path.split(".") if not word.isdecimal()]
-                roles[name] = ".".join(words[-2:]) or attribute
+                parts = [part for part in path.split(".") if not part.isdecimal()]
+                roles[name] = ".".join(parts[-2:]) or attribute
     return roles
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Map every name of every parameter to its first name; a tied parameter has several."""
+    """Map each name of each parameter to its first name. A tied parameter has several names."""
     first: dict[nn.Parameter, str] = {}
     return {
         name: first.setdefault(parameter, name)
@@ -208,7 +210,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The results of one step; tensors by parameter name."""
+    """The results of one step. Tensors are keyed by parameter name."""
 
     loss: float
     gradients: dict[str, Tensor]  # before clipping
@@ -233,7 +235,7 @@ def derive_scales(workload: Workload, device: torch.device) -> Scales:
 def train_single_device(
     workload: Workload, name: OptimizerName, scales: Scales, layout: Layout, device: torch.device
 ) -> Iterator[StepRecord]:
-    """Train on one device; yields the record of each step.
+    """Train on one device. Yield the record of each step.
 
     The layout matters only if the result of the workload depends on the microbatches.
     """
@@ -269,7 +271,7 @@ def train_single_device(
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all buffers in float64; a shared buffer appears under each of its names."""
+    """Return copies of all buffers in float64. A shared buffer appears under each of its names."""
     named = model.named_buffers(remove_duplicate=False)
     return {n: b.detach().double().clone() for n, b in named if b.numel() and not b.is_complex()}
 
@@ -288,7 +290,7 @@ def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> lis
 def _backward(
     model: nn.Module, inputs: Tensor, targets: Tensor, microbatches: list[Tensor] | None
 ) -> float:
-    """Compute gradients of the mean over all targets that are not padding; returns the mean."""
+    """Compute gradients of the mean over all targets that are not padding. Return the mean."""
     count = (targets != -100).sum()
     total = 0.0
     for indices in microbatches or [torch.arange(len(inputs))]:

@@ -8,15 +8,16 @@ Precision = Literal["float64", "float32", "bf16"]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative errors that rounding explains; a larger error is a bug.
+    """Relative errors that rounding explains. A larger error is a bug.
 
     The tolerances apply to every step. Errors of tensors are max |a − b| / max |b|, where the
-    divisor is at least `floor` times the largest max |b| of all parameters. For example, the bias
-    in front of a batch norm has a gradient of zero, and the computed gradient is only rounding
-    error. For AdamW's updates the floor is 1, because AdamW moves all parameters about equally far.
+    divisor is at least `floor` times the largest max |b| of all parameters. The floor is needed for
+    gradients that are zero in theory, such as the gradient of a bias before a batch norm: their
+    computed values are only rounding errors. For AdamW's updates the floor is 1, because AdamW
+    moves all parameters about equally far.
     """
 
-    loss: float  # and the global norm of the gradient
+    loss: float  # also the tolerance of the global norm of the gradient
     gradient: float
     update: float  # change of a parameter since the start
     buffer: float  # for example running statistics of norms
@@ -35,6 +36,6 @@ TOLERANCES: dict[Precision, Tolerance] = {
     # that has moved by 1e-3, the relative rounding error of the distance is 6e-5).
     "float32": Tolerance(1e-5, gradient=1e-4, update=1e-3, buffer=1e-4, eps=1e-2, floor=1e-2),
     # u = 4e-3 (8 bits of mantissa) in every activation: a small gradient may have the wrong sign,
-    # so eps is as large as the gradients. This finds wrong factors, but not a missing sample.
+    # so eps is as large as the gradients. The check finds wrong factors, but not a missing sample.
     "bf16": Tolerance(1e-2, gradient=1e-1, update=2e-1, buffer=1e-1, eps=1.0, floor=1e-1),
 }

@@ -5,7 +5,8 @@
     tp     each rank has some of the heads, with their keys and values; logits are gathered
     pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
 
-One rank of each data rank, the sampling rank, has the logits, picks the tokens and broadcasts them.
+In each data-parallel replica, one rank (the sampling rank) has the logits. This rank picks the
+tokens and broadcasts them to the replica.
 A text longer than the model's context uses a sliding window, which advances by half of the context
 whenever the context is full. Then the model processes the remaining half again.
 """
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti import comm
 from tutti.data.sampler import hash_integers
-from tutti.data.text_datasets import BYTES
+from tutti.data.text_datasets import BYTE_VOCABULARY_SIZE
 from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT, KVCache
 from tutti.parallel.engine import Engine
@@ -54,7 +55,10 @@ class Sampling:
             raise UsageError(f"--top-k must be at least 0, got {self.top_k}")
 
     def pick(self, logits: Tensor, prompts: Sequence[int], position: int) -> list[int]:
-        """Return a token for each row of logits (rows, vocabulary); `prompts`: of each row."""
+        """Return one token for each row of `logits`, which has shape (rows, vocabulary).
+
+        `prompts` contains the prompt index of each row.
+        """
         table = logits.double().cpu().numpy()
         if not np.isfinite(table).all():
             raise UsageError("the model's logits are not finite: use an earlier --step")
@@ -64,7 +68,7 @@ class Sampling:
     def _draw(self, logits: npt.NDArray[np.float64], number: float) -> int:
         if self.temperature == 0:
             return int(logits.argmax())  # the first of equally likely tokens
-        # The maximum is subtracted first: a temperature near 0 then gives 0 and -inf, not NaN.
+        # The maximum is subtracted first, so that a temperature near 0 gives 0 and -inf, not NaN.
         with np.errstate(over="ignore"):
             scaled = (logits - logits.max()) / self.temperature
         if 0 < self.top_k < len(scaled):
@@ -77,14 +81,14 @@ class Sampling:
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
-    """Return a random number in [0, 1), the same on every machine."""
+    """Return a random number in [0, 1). It is the same on every machine."""
     return (hash_integers(seed, prompt, position) >> 11) / (1 << 53)
 
 
 def place_gpt(
     world: World, run: TrainedRun, layout: Layout, config: GPTConfig
 ) -> tuple["Generator", Loaded]:
-    """Place the run's GPT under a layout, for decoding token by token. Collective."""
+    """Place the run's GPT under a layout, for decoding. All ranks must call this function."""
     with torch.device("meta"):
         model = GPT(config)
     weights = ModuleInit(model, seed=0)
@@ -118,7 +122,10 @@ class Generator:
     def run(
         self, prompts: Sequence[str], tokens: int, batch: int, sampling: Sampling
     ) -> Iterator[list[Completion]]:
-        """Yield completions in the order of the prompts; empty lists on other ranks. Collective."""
+        """Yield completions in the order of the prompts; on ranks other than 0, yield empty lists.
+
+        All ranks must call this method.
+        """
         encoded = [encode(prompt, number, self.config) for number, prompt in enumerate(prompts)]
         data_rank, data_ranks = self.mesh.data_rank, self.mesh.layout.data_ranks
         starts = range(0, len(encoded), batch)
@@ -149,20 +156,23 @@ class Generator:
     def _complete(
         self, prompts: list[bytes], numbers: Sequence[int], tokens: int, sampling: Sampling
     ) -> list[bytes]:
-        """Complete a batch, with one cache. All rows start at the end of the shortest prompt; a
-        longer prompt supplies its own next tokens until it ends."""
+        """Complete a batch of prompts, with one cache.
+
+        All rows start at the end of the shortest prompt. A longer prompt supplies its own next
+        tokens until it ends.
+        """
         lengths = [len(prompt) for prompt in prompts]
         start, end = min(lengths), max(lengths) + tokens
         text = torch.zeros(len(prompts), end, dtype=torch.int64)
         for row, prompt in zip(text, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(list(prompt))
-        fed = window = -1
+        first_unfed = window_start = -1
         for position in range(start, end):
-            if window != self._window_start(position):
-                fed = window = self._window_start(position)
+            if window_start != self._window_start(position):
+                first_unfed = window_start = self._window_start(position)
                 self._cache = KVCache(min(end, self.config.max_seq_len))
-            picked = self._next_tokens(text[:, fed:position], numbers, position, sampling)
-            fed = position
+            picked = self._next_tokens(text[:, first_unfed:position], numbers, position, sampling)
+            first_unfed = position
             for row, length, token in zip(text, lengths, picked, strict=True):
                 if position >= length:
                     row[position] = token
@@ -170,7 +180,7 @@ class Generator:
         return [bytes(row[length : length + tokens].tolist()) for row, length in rows]
 
     def _window_start(self, position: int) -> int:
-        """Return the first token that the token at `position` is predicted from."""
+        """Return the first position of the context from which `position` is predicted."""
         context = self.config.max_seq_len
         hop = context - context // 2
         return 0 if position <= context else -(-(position - context) // hop) * hop
@@ -178,12 +188,12 @@ class Generator:
     def _next_tokens(
         self, new: Tensor, numbers: Sequence[int], position: int, sampling: Sampling
     ) -> list[int]:
-        """Feed new tokens (rows, new) to the model; returns each row's next token, on all ranks."""
+        """Feed new tokens (rows, new) to the model. Return each row's next token, on all ranks."""
         logits = self._feed(new)
         picked = [0] * len(numbers)
         if logits is not None and self.is_sampling_rank:
             # The vocabulary may have padding after the 256 bytes: only bytes are picked.
-            picked = sampling.pick(logits[:, :BYTES], numbers, position)
+            picked = sampling.pick(logits[:, :BYTE_VOCABULARY_SIZE], numbers, position)
         values = torch.tensor(picked, device=self.device)
         if self.mesh.layout.tp > 1 and self.stage == self.last_stage:
             comm.broadcast(values, 0, group=self.mesh.group("tp"))
@@ -193,7 +203,7 @@ class Generator:
 
     @torch.no_grad()
     def _feed(self, tokens: Tensor) -> Tensor | None:
-        """Feed tokens (rows, new); returns the logits after the last token, on the last stage."""
+        """Feed tokens (rows, new). Return the logits after the last token, on the last stage."""
         hidden = tokens.to(self.device)
         if self.stage > 0:
             shape = (*tokens.shape, self.config.dim)

@@ -37,7 +37,7 @@ from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
-MAX_BATCHES_PER_ROUND = 8  # on each rank, between two exchanges; bounds the text in memory
+MAX_BATCHES_PER_ROUND = 8  # of each rank between two exchanges; limits the text in memory
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrainedRun:
 
     path: Path
     recipe: Recipe
-    step: int | None  # of the checkpoint; None: the newest complete checkpoint
+    step: int | None  # step of the checkpoint; None: the newest complete checkpoint
 
     @classmethod
     def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
@@ -59,7 +59,7 @@ class TrainedRun:
             raise UsageError(f"--run {path} has no checkpoint yet: wait for the first checkpoint")
         if step is not None and step not in steps:
             existing = ", ".join(map(str, steps))
-            raise UsageError(f"--step {step}: {path} has no such checkpoint: use {existing}")
+            raise UsageError(f"{path} has no checkpoint of --step {step}: use {existing}")
         recipe = read_recipe(str(path / "recipe.toml"))
         if precision is not None:
             recipe = replace(recipe, compute=replace(recipe.compute, precision=precision))
@@ -74,19 +74,19 @@ class TrainedRun:
         architecture = self.recipe.architecture
         if self.recipe.model != "gpt" or not isinstance(architecture, GPTConfig):
             raise UsageError(
-                f"--prompt needs a gpt, {self.path} is a {self.recipe.model}: leave out --prompt "
-                "to predict the dataset"
+                f"--prompt needs a gpt, but {self.path} is a {self.recipe.model}: leave out "
+                "--prompt to predict the dataset"
             )
         if self.recipe.data.dataset == "tokens":
             raise UsageError(
-                f"--prompt: {self.path} was trained on tokens of an unknown tokenizer: use a model "
+                f"--prompt needs bytes, but {self.path} was trained on tokens: use a model "
                 "that was trained on bytes (--dataset stdlib or text)"
             )
         seq_len = max(architecture.max_seq_len, self.recipe.data.seq_len)
         return replace(architecture, vocab_size=self._saved_vocabulary(), max_seq_len=seq_len)
 
     def load(self, engine: Engine) -> Loaded:
-        """Load the checkpoint into this rank's part of the model. Collective."""
+        """Load the checkpoint into this rank's shards. All ranks must call this method."""
         checkpoints = Checkpoints(self.path / "checkpoints")
         return checkpoints.load(engine.model, step=self.step, rng=False, aliases=engine.aliases)
 
@@ -102,13 +102,13 @@ class TrainedRun:
                 problem = f"{step_name(step)} has no embed.weight, so it is not a gpt"
             except Damaged as error:
                 problem = f"{step_name(step)} is damaged: {error}"
-        raise UsageError(f"--run {self.path}: {problem}: use another checkpoint with --step")
+        raise UsageError(f"--run {self.path}: {problem}. Use another checkpoint with --step.")
 
 
 def place_model(
     model: nn.Module, weights: Weights, world: World, layout: Layout, example: Tensor, batch: int
 ) -> Engine:
-    """Distribute a model that was built on meta over the ranks of a layout. Collective."""
+    """Distribute a model on meta over the ranks of a layout. All ranks must call this function."""
     if layout.only_replicas:
         materialize(model, world.device)
         weights.fill(model)  # needed for buffers that are not in checkpoints
@@ -161,8 +161,8 @@ class SelectedSamples(Samples):
     def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
         return self.samples.prepare(inputs, targets)
 
-    def on(self, device: torch.device) -> "SelectedSamples":
-        return SelectedSamples(self.samples.on(device), self.selected.to(device))
+    def to(self, device: torch.device) -> "SelectedSamples":
+        return SelectedSamples(self.samples.to(device), self.selected.to(device))
 
 
 class Predictor:
@@ -204,13 +204,13 @@ class Predictor:
 
     @torch.no_grad()
     def run(self, out: Path) -> Score:
-        """Write a line for every sample to `out`; returns the score, the same on every rank."""
-        # One rank of each data rank has the outputs. `writers` are these ranks, by data rank.
+        """Write a line for every sample to `out`. Return the score, which is equal on all ranks."""
+        # In each replica, one rank has the outputs. `writers` has these ranks, by data rank.
         mesh, has_outputs = self.engine.mesh, self.engine.reports_loss
         ranks = enumerate(comm.gather_json([mesh.data_rank, has_outputs]))
         writers = sorted((data_rank, rank) for rank, (data_rank, writes) in ranks if writes)
         rounds = scatter_rows(self.count, self.batch, mesh.layout.data_ranks)
-        # In float64, so that the order of addition does not change a score in float32.
+        # Sums are in float64, so that the order of addition does not change a score in float32.
         sums = torch.zeros(3, dtype=torch.float64)
         empty, autocast = self.example[:0], AUTOCAST.get(self.trained_run.recipe.compute.precision)
         with ExitStack() as stack:
@@ -258,14 +258,14 @@ class Predictor:
 def prediction_lines(first: int, outputs: Tensor, targets: Tensor) -> tuple[list[str], Tensor]:
     """Return the lines of a batch whose first sample has the index `first`, and its sums.
 
-    The sums are the loss, the right predictions and the targets that are not padding.
+    The sums are the loss, and the numbers of right predictions and of targets without padding.
     """
     logits = outputs if outputs.dtype == torch.float64 else outputs.float()
     log_probabilities = logits.log_softmax(-1)
     best, predictions = log_probabilities.max(-1)
     counted = targets != IGNORED
-    known = targets.where(counted, 0).unsqueeze(-1)
-    losses = -log_probabilities.gather(-1, known).squeeze(-1).where(counted, 0)
+    padded_with_0 = targets.where(counted, 0).unsqueeze(-1)
+    losses = -log_probabilities.gather(-1, padded_with_0).squeeze(-1).where(counted, 0)
     right = (predictions == targets) & counted
     columns = (predictions, best.double().exp(), targets, right, losses)
     rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), first)
@@ -275,7 +275,7 @@ def prediction_lines(first: int, outputs: Tensor, targets: Tensor) -> tuple[list
 
 
 def _row(prediction: Any, probability: Any, target: Any, right: Any, loss: Any) -> dict[str, Any]:
-    """Return the row of a sample; for text, the arguments are lists with one value per token."""
+    """Return the row of a sample. For text, the arguments are lists with one value per token."""
     if isinstance(target, list):
         counted = sum(token != IGNORED for token in target)
         return {
@@ -285,13 +285,13 @@ def _row(prediction: Any, probability: Any, target: Any, right: Any, loss: Any) 
             "right": sum(right),
             "loss": _rounded(math.fsum(loss) / counted, ".6f") if counted else None,
         }
-    known = target != IGNORED
+    has_target = target != IGNORED
     return {
         "prediction": prediction,
         "probability": _rounded(probability, ".6g"),
-        "target": target if known else None,
-        "right": right if known else None,
-        "loss": _rounded(loss, ".6f") if known else None,
+        "target": target if has_target else None,
+        "right": right if has_target else None,
+        "loss": _rounded(loss, ".6f") if has_target else None,
     }
 
 
@@ -332,11 +332,13 @@ def _file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}: choose another file") from None
+        raise UsageError(
+            f"--out {path} cannot be written ({error.strerror}): choose another file"
+        ) from None
 
 
 def gather_text(text: str) -> list[bytes]:
-    """Gather every rank's text on rank 0, in rank order; the other ranks get an empty list."""
+    """Gather every rank's text on rank 0, in rank order. Other ranks get an empty list."""
     content = text.encode()
     lengths: list[int] = comm.gather_json(len(content))
     padded = bytearray(max(1, *lengths))
