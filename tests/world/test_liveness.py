@@ -23,7 +23,7 @@ def ends() -> Iterator[list[Liveness]]:
     address = listener.getsockname()
     hub = Liveness(0, HOSTS, "start-1", lambda failure: None, listener=listener)
     members = [Liveness(r, HOSTS, "start-1", lambda failure: None, address=address) for r in (1, 2)]
-    assert hub.all_connected(5)
+    assert hub.wait_until_all_connected(5)
     yield [hub, *members]
     for end in [*members, hub]:
         end.leave()
@@ -38,7 +38,7 @@ def test_every_rank_receives_the_first_failure(ends: list[Liveness]) -> None:
 
 def test_leaving_is_not_a_failure(ends: list[Liveness]) -> None:
     ends[1].leave()
-    assert ends[2].wait(lambda: {1} <= ends[2].left & ends[2].gone, 5)
+    assert ends[2].wait(lambda: {1} <= ends[2].finished_ranks & ends[2].disconnected_ranks, 5)
     assert ends[0].first_failure is None and ends[2].first_failure is None
 
 
@@ -65,7 +65,7 @@ def test_messages_of_other_processes_are_ignored(ends: list[Liveness], words: by
         with contextlib.suppress(OSError):  # the hub may have disconnected already
             stranger.sendall(words)
         time.sleep(0.2)
-    assert ends[0].first_failure is None and not ends[0].left
+    assert ends[0].first_failure is None and not ends[0].finished_ranks
     failure = ends[1].report_failure(Failure(1, "b", "a real one"))  # the connections still work
     assert ends[0].wait(lambda: ends[0].first_failure == failure, 5)
 

@@ -61,7 +61,7 @@ def test_more_ranks_than_gpus_are_refused_with_numbers_and_cures() -> None:
     with pytest.raises(UsageError) as caught:
         place([info(r, gpus=("A", "B")) for r in range(4)])
     message = str(caught.value)
-    assert "4 ranks on n1, but 2 GPUs × 1 per GPU = 2:" in message
+    assert "n1 has 4 ranks, but 2 GPUs × 1 per GPU = 2." in message
     assert "--ranks-per-gpu 2" in message and "--device cpu" in message
 
 

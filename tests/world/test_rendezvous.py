@@ -83,7 +83,7 @@ MPICH = Identity("mpich", rank=1, size=4, local_size=2)
         # 192.0.2.0/24 is reserved for documentation.
         (
             replace(FIRST, master_host="192.0.2.77"),
-            r"192\.0\.2\.77.*belongs to another host: set MASTER_ADDR",
+            r"192\.0\.2\.77.*belongs to another host. Set MASTER_ADDR",
         ),
         (SECOND, r"rank 1 on .* could not reach rank 0 at 127\.0\.0\.1"),
         (MPICH, "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),

@@ -58,7 +58,7 @@ def test_on_cpu_freed_memory_is_kept_for_the_next_step() -> None:
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(tutti.UsageError, match="device='gpu' is unknown: use auto, cpu or cuda"):
+    with pytest.raises(tutti.UsageError, match="device must be auto, cpu or cuda, got 'gpu'"):
         tutti.init(device="gpu")
 
 
@@ -106,7 +106,7 @@ def _differ(world: tutti.World, what: str, uneven: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "part"), [("parameters", "in 0.weight: use the same seed"), ("recipe", "in lr: start")]
+    ("what", "part"), [("parameters", "in 0.weight. Use the same seed"), ("recipe", "in lr. Start")]
 )
 def test_the_rank_that_differs_is_named_on_all_ranks(what: str, part: str) -> None:
     for message in in_world(_differ, 3, what, 1):

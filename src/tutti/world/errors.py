@@ -1,4 +1,4 @@
-"""Errors that a user can correct (one line: the flag, the numbers, the cure), default timeouts."""
+"""Errors that a user can correct, with one-line messages, and default timeouts."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 # Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
 # pull container images and mount file systems.
 START_TIMEOUT = 300.0
-# Seconds for a collective. Longer than any step or checkpoint; a dead rank is detected much sooner.
+# Seconds for a collective, more than any step or checkpoint takes. A dead rank is detected sooner.
 TIMEOUT = 600.0
 
 
 class UsageError(Exception):
-    """A wrong flag, variable or setup: commands print the message as one line and exit with 2."""
+    """A wrong flag, variable or setup. Commands print the message as one line and exit with 2."""
 
     printed = False  # set once the message has been printed
 
 
 class RanksDiffer(Exception):
-    """Versions, recipe or parameters are not the same on all ranks; names the rank that differs."""
+    """Versions, recipe or parameters differ between ranks. The message names a differing rank."""
 
     printed = False
 
@@ -30,9 +30,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def checked_seconds(name: str, value: float | str, example: float = 600) -> float:
-    """Convert `value` to seconds, which must be above 0; error messages contain `name`.
+    """Return `value` as a number of seconds. Raise UsageError unless it is above 0.
 
-    `name` is the flag, argument or environment variable that gave the value.
+    `name` is the flag, argument or environment variable that the error message names.
     """
     try:
         seconds = float(value)

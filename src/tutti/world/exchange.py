@@ -1,4 +1,4 @@
-"""Exchange small values between ranks as JSON; check that recipe and model are the same on all.
+"""Exchanges small values between ranks as JSON, and checks that all have the same recipe and model.
 
 torch's object collectives unpickle the bytes that a peer sent, which lets the peer run code in this
 process. Parsing JSON does not.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank; [value] without a process group."""
+    """Return the values of all ranks, in rank order, or [value] without a process group."""
     if not dist.is_initialized():
         return [value]
     text = json.dumps(value).encode()
@@ -38,15 +38,15 @@ def gather_json(value: Any) -> list[Any]:
 
 
 class RanksMissing(Exception):
-    """Some ranks wrote no value within the timeout; `ranks` lists them."""
+    """The ranks in `ranks` wrote no value within the timeout."""
 
     def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"no value from rank {', '.join(map(str, ranks))}")
+        super().__init__(f"rank {', '.join(map(str, ranks))} wrote no value")
         self.ranks = ranks
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 1, 2`."""
+    """Return a list of ranks as text, such as `rank 3` or `ranks 1, 2`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -55,8 +55,8 @@ def gather_json_from_store(
 ) -> list[Any]:
     """Return every rank's value, in rank order, exchanged through `store` without a process group.
 
-    All ranks pass the same `key`, and a key is used once. The call is also a barrier: no rank
-    returns before all ranks have written. Raises RanksMissing after `timeout` seconds.
+    All ranks must pass the same `key`, and a key is used once. The call is also a barrier: no rank
+    returns before all ranks have written. Raise RanksMissing after `timeout` seconds.
     """
     keys = [f"{key}/{peer}" for peer in range(size)]
     store.set(keys[rank], json.dumps(value))
@@ -74,8 +74,8 @@ def gather_json_from_store(
 _CHUNK_ELEMENTS = 1 << 20  # hashing takes about 32 bytes of memory per element of a chunk
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CURES = {
-    "recipe": "start every rank with the same flags and recipe file",
-    "parameters": "use the same seed on every rank before building the model, or broadcast "
+    "recipe": "Start every rank with the same flags and recipe file",
+    "parameters": "Use the same seed on every rank before building the model, or broadcast "
     "the parameters from rank 0",
 }
 
@@ -85,8 +85,8 @@ def check_same(
 ) -> None:
     """Raise RanksDiffer, naming the rank that differs, unless all ranks have the same values.
 
-    recipe: any JSON values. model: its parameters and buffers are compared by a hash of their bits.
-    Call check_same on every rank. tutti.init() has compared the versions of torch and tutti.
+    `recipe` may have any JSON values. The parameters and buffers of `model` are compared by a hash
+    of their bits. Call check_same on every rank. tutti.init() has compared the versions.
     """
     contents: dict[str, dict[str, str]] = {}
     if recipe is not None:
@@ -105,7 +105,7 @@ def check_same(
         different = [rank for rank, value in enumerate(by_rank) if value != usual]
         if not different:
             continue
-        # All ranks have the same hashes and reach this line: they can exchange the full content.
+        # All ranks have the same hashes and reach this line, so they can exchange the full content.
         all_contents = gather_json([world.host, content])
         host, values = all_contents[different[0]]
         expected = all_contents[by_rank.index(usual)][1]
@@ -116,7 +116,7 @@ def check_same(
             which = f"{name_ranks(different)} (rank {different[0]} is on {host})"
         raise RanksDiffer(
             f"the {item} of {which} differ{'s' * (item == 'recipe')} from the other {count}, "
-            f"in {where}: {_CURES[item]}"
+            f"in {where}. {_CURES[item]}."
         )
 
 
@@ -128,10 +128,10 @@ def hash_tensor(tensor: torch.Tensor) -> int:
     """Return a 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
 
     Each element's bits are multiplied by an odd number that depends on its position, and the
-    products are summed modulo 2^64: integer sums do not depend on the order of summation, which
+    products are summed modulo 2^64. Integer sums do not depend on the order of summation, which
     varies on GPUs.
     """
-    if tensor.is_meta:  # no values yet: only shape and dtype can differ
+    if tensor.is_meta:  # there are no values yet, so only shape and dtype can differ
         return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} meta")
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     total = 0

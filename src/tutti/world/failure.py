@@ -1,8 +1,8 @@
 """If one rank fails, all ranks end within seconds, and the output names the rank that failed.
 
-liveness.py detects which rank failed, died or left. The rank that failed first prints its error;
-the other ranks print one line. A rank that cannot end by itself, because it is in a collective that
-will never complete, is ended after a short grace period.
+liveness.py detects which rank failed, died or left. The rank that failed first prints its error,
+and the other ranks print one line. A rank that cannot end by itself, because it is in a collective
+that will never complete, is ended after a short grace period.
 """
 
 import contextlib
@@ -50,15 +50,15 @@ class FailureHandler:
         self._previous_hook: _Hook = sys.excepthook
 
     def install_hook(self, previous: _Hook) -> None:
-        """Handle uncaught exceptions; `stop` restores the hook `previous`.
+        """Handle uncaught exceptions. `stop` restores the hook `previous`.
 
-        Call it after init_process_group: otherwise torch's hook would suppress this hook's output.
+        Call this after init_process_group, or torch's hook would suppress this hook's output.
         """
         self._previous_hook = previous
         sys.excepthook = self._uncaught if self.liveness else print_usage_errors(previous)
 
     def stop(self) -> None:
-        """Announce that this rank leaves; rank 0 also waits until all other ranks have left."""
+        """Announce that this rank leaves. Rank 0 also waits until all other ranks have left."""
         liveness = self.liveness
         if self._closed or liveness is None:
             return
@@ -67,16 +67,16 @@ class FailureHandler:
             sys.excepthook = self._previous_hook
         first = liveness.first_failure
         if first is not None and first.rank != self._rank:
-            # The failed rank must end first: launchers report the first process that ends.
-            liveness.wait(lambda: first.rank in liveness.gone, _REPORT_SECONDS)
+            # The failed rank must end first, because launchers report the first process that ends.
+            liveness.wait(lambda: first.rank in liveness.disconnected_ranks, _REPORT_SECONDS)
         liveness.leave()
 
     def handle(self, error: BaseException) -> None:
-        """Report an exception that ends this rank; only the first rank that failed prints it."""
+        """Report an exception that ends this rank. Only the first rank that failed prints it."""
         if error is self._handled or self.liveness is None or self._closed:
             return
         self._handled, self.failed = error, True
-        if isinstance(error, KeyboardInterrupt):  # every rank was interrupted: none has failed
+        if isinstance(error, KeyboardInterrupt):  # every rank was interrupted and none has failed
             print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
             return
         details = ""
@@ -98,7 +98,7 @@ class FailureHandler:
         self._write_report(first, details)
 
     def on_failure(self, first: Failure) -> None:
-        """Called in a thread after a failure: end this process if the main thread does not."""
+        """Called in a thread after a failure. End this process if the main thread does not."""
         # The main thread most likely fails by itself now, with a better message than the one below.
         time.sleep(_GRACE_SECONDS)
         if self._closed:
@@ -118,12 +118,12 @@ class FailureHandler:
             raise SystemExit(2)
 
     def _cause(self, error: BaseException, liveness: Liveness) -> Failure | None:
-        """Another rank's failure that caused this rank's error, if there is one."""
+        """Return another rank's failure that caused this rank's error, or None."""
         if not _LOST_PEER.search(str(error)):
             return liveness.first_failure
-        # A connection was lost: wait until liveness reports which rank failed.
+        # A connection was lost, so wait until liveness reports which rank failed.
         liveness.wait(lambda: liveness.first_failure is not None, _REPORT_SECONDS)
-        early = sorted(liveness.left - {self._rank})
+        early = sorted(liveness.finished_ranks - {self._rank})
         if liveness.first_failure is None and early:
             summary = "it ended without an error while other ranks still communicated with it"
             return liveness.report_failure(Failure(early[0], liveness.hosts[early[0]], summary))

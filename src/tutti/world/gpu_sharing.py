@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, to develop multi-GPU code on one GPU: NCCL settings, a private MPS.
+"""NCCL settings and a private MPS daemon for several ranks on one GPU.
 
 Without MPS (NVIDIA's Multi-Process Service) kernels of different processes run in alternating time
 slices, and every wait of one rank for another costs milliseconds.
@@ -17,10 +17,10 @@ _CONTROL = "nvidia-cuda-mps-control"
 
 
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
-    """Environment variables for NCCL, symmetric memory and the allocator if ranks share a GPU.
+    """Return environment variables for ranks that share a GPU.
 
-    All ranks set these variables, also ranks that do not share their GPU, because all ranks of an
-    NCCL communicator must agree on the transports.
+    Ranks that do not share their GPU set these variables, too, because all ranks of an NCCL
+    communicator must agree on the transports.
     """
     variables = {
         # NCCL refuses two ranks on one GPU of one host. With a different host id each rank counts
@@ -39,7 +39,7 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
 
 @contextmanager
 def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
-    """Run a private MPS daemon in the block. Yield the variables of its users, {} without MPS."""
+    """Run a private MPS daemon in the block. Yield the variables of its users, or {}."""
     variables = {
         "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
@@ -58,7 +58,7 @@ def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
                 except (subprocess.SubprocessError, OSError) as error:
                     problem = f"MPS does not start ({error})"
         if problem:
-            message = f"tutti run: {problem}: ranks on one GPU run in time slices, which is slow"
+            message = f"tutti run: {problem}, so ranks on one GPU run in time slices, which is slow"
             print(message, file=sys.stderr, flush=True)
         yield {} if problem else variables
     finally:
@@ -77,7 +77,7 @@ def _stop_mps(variables: dict[str, str]) -> None:
         if process.info["name"].startswith("nvidia-cuda-mps")
         and (process.info["environ"] or {}).get(name) == variables[name]
     ]
-    # The daemon may have ended already; processes that remain are killed below.
+    # The daemon may have ended already. Processes that remain are killed below.
     with suppress(subprocess.SubprocessError, OSError):
         _control(variables, command="quit -t 5\n")
     for process in psutil.wait_procs(processes, timeout=10)[1]:

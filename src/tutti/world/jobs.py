@@ -1,7 +1,7 @@
 """Cluster jobs as readable scripts: sbatch for Slurm, mpirun for MPI.
 
-The command is quoted word by word for the shell. A value on an #SBATCH line, for which there is no
-safe quoting, may contain only characters without special meaning.
+Each argument of the command is quoted for the shell. There is no safe quoting for a value on an
+#SBATCH line, so the value may contain only characters without special meaning.
 """
 
 import re
@@ -19,9 +19,12 @@ def slurm_script(
     cpus_per_rank: int | None,
     directives: dict[str, str | None],
 ) -> str:
-    """An sbatch script; `directives` maps long flags of sbatch to values (None: left out)."""
+    """Return an sbatch script. `directives` maps long flags to values; None omits the flag."""
     if nodes < 1 or ranks_per_node < 1:
-        raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node must be at least 1")
+        raise UsageError(
+            f"the numbers of nodes and of ranks per node must be at least 1, got {nodes} nodes "
+            f"and {ranks_per_node} ranks per node"
+        )
     # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
     cpus = f" --cpus-per-task={cpus_per_rank}" if cpus_per_rank else ""
     counts = {
@@ -34,11 +37,11 @@ def slurm_script(
         if value is None:
             continue
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise UsageError(f"--sbatch {name!r} is not a flag of sbatch: use exclusive or mem=64G")
+            raise UsageError(f"--sbatch must be a flag such as exclusive or mem=64G, got {name!r}")
         if not re.fullmatch(r"[A-Za-z0-9._:,/@%+=\[\]-]*", value):
             raise UsageError(
-                f"--{name} {value!r}: a value on an #SBATCH line may contain only letters, digits "
-                "and .,_:/@%+=[]-"
+                f"--{name} may contain only letters, digits and .,_:/@%+=[]- on an #SBATCH line, "
+                f"got {value!r}"
             )
         lines.append(f"#SBATCH --{name}{f'={value}' if value else ''}")
     ranks = nodes * ranks_per_node
@@ -46,7 +49,7 @@ def slurm_script(
         "set -euo pipefail",
         "",
         f"# {ranks} ranks. tutti reads rank, node and master from srun's variables.",
-        "# A rank that fails ends the step; otherwise the other ranks would wait for it.",
+        "# A rank that fails ends the step. Otherwise the other ranks would wait for it.",
         f"srun --kill-on-bad-exit=1{cpus} {shlex.join(command)}\n",
     ]
     return "\n".join(lines)
@@ -55,12 +58,12 @@ def slurm_script(
 def mpi_script(
     command: Sequence[str], hosts: Sequence[tuple[str, int]], mpirun: Sequence[str], flavour: str
 ) -> str:
-    """A script that calls mpirun; `hosts` lists (name, number of ranks), rank 0 on the first."""
+    """Return a script that calls mpirun. `hosts` lists (name, number of ranks)."""
     ranks = sum(count for _, count in hosts)
     flags = ["-np", str(ranks), "--host" if flavour == "openmpi" else "-hosts"]
     flags.append(",".join(f"{name}:{count}" for name, count in hosts))
     if flavour == "openmpi":
-        # Open MPI would bind each rank to one core; tutti binds each rank near its device.
+        # Open MPI would bind each rank to one core, but tutti binds each rank near its device.
         flags += ["--bind-to", "none"]
     if len(hosts) > 1 and flavour == "openmpi":
         flags += ["-x", f"MASTER_ADDR={hosts[0][0]}"]
@@ -75,11 +78,11 @@ def mpi_script(
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """Parse `n1:4,n2:4`; a host without a number runs one rank."""
+    """Parse `n1:4,n2:4`. A host without a number runs one rank."""
     hosts = []
     for item in text.split(","):
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::([1-9][0-9]*))?", item.strip())
         if match is None:
-            raise UsageError(f"--hosts {text}: {item!r} is invalid: expected a list as n1:4,n2:4")
+            raise UsageError(f"--hosts must be a list such as n1:4,n2:4, got {item!r} in {text}")
         hosts.append((match[1], int(match[2] or 1)))
     return hosts

@@ -52,7 +52,7 @@ class LocalWorld:
     timeout: float = TIMEOUT
     grace: float = 5.0
     reported_codes: Sequence[int] = (2,)
-    """Exit codes that are no crash: rank 0 prints the reason, and all ranks end by themselves."""
+    """Exit codes that mean no crash. Rank 0 prints the reason, and all ranks end by themselves."""
 
     def check(self) -> None:
         """Raise UsageError for settings that cannot work, before any process is started."""
@@ -62,7 +62,7 @@ class LocalWorld:
             raise UsageError(f"--ranks-per-gpu must be at least 1, got {self.ranks_per_gpu}")
         for name in ("start_timeout", "timeout", "grace"):
             checked_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
-        limit, reason = _most_ranks()
+        limit, reason = _max_ranks()
         if self.ranks > limit:
             raise UsageError(f"--ranks must be at most {limit} here ({reason}), got {self.ranks}")
         gpus = 0 if self.device == "cpu" else visible_gpu_count()
@@ -70,7 +70,7 @@ class LocalWorld:
             refuse_more_ranks_than_gpus(self.ranks, gpus, self.ranks_per_gpu, os.uname().nodename)
         elif self.device == "cuda" or self.ranks_per_gpu > 1:
             flag = "--device cuda" if self.device == "cuda" else "--ranks-per-gpu"
-            raise UsageError(f"{flag} needs a GPU; no GPU is visible on this host: leave it out")
+            raise UsageError(f"{flag} needs a GPU, but no GPU is visible on this host. Omit it.")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended and return 0, or the exit code of the first failure."""
@@ -80,8 +80,8 @@ class LocalWorld:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tutti-run-")))
             if self.ranks_per_gpu > 1:
                 _report(
-                    f"{self.ranks_per_gpu} ranks share one GPU: results show correctness, not the "
-                    "speed of links between GPUs"
+                    f"{self.ranks_per_gpu} ranks share one GPU, so results show correctness, not "
+                    "the speed of links between GPUs"
                 )
                 shared |= stack.enter_context(mps_daemon(scratch))
             output = RankOutput(self.ranks, self.show, self.log_dir)
@@ -89,7 +89,7 @@ class LocalWorld:
             return Supervisor(self, self._environments(shared, scratch), output).run()
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
-        """Each rank's environment: torchrun's variables and tutti's (docs/concepts/world.md)."""
+        """Return each rank's environment, with torchrun's and tutti's variables."""
         cores = min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
         common = {
             # By default every rank would start a thread per core of the machine.
@@ -118,8 +118,8 @@ class LocalWorld:
         ]
 
 
-def _most_ranks() -> tuple[int, str]:
-    """The largest number of ranks for this machine's memory, processes and files; the reason."""
+def _max_ranks() -> tuple[int, str]:
+    """Return the largest number of ranks that this machine can run, and the reason."""
     limits = read_limits(SysFiles())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if isinstance(limits.cgroup_memory_bytes, int):
@@ -140,11 +140,11 @@ def _report(text: str) -> None:
 # -- supervision -----------------------------------------------------------------------------------
 
 # After the first failure, the other ranks have this long to end by themselves and write their own
-# reports; then SIGTERM is sent.
+# reports. Then SIGTERM is sent.
 _SETTLE_SECONDS = 0.5
-# The same time after an exit code in `reported_codes`: the other ranks are about to end normally.
+# The same time after an exit code in `reported_codes`, when other ranks are about to end normally.
 _REPORTED_SECONDS = 5.0
-# From SIGTERM to SIGKILL after a failure.
+# Time between SIGTERM and SIGKILL after a failure.
 _FAILED_GRACE_SECONDS = 5.0
 # How long child processes of ended ranks may keep the output pipes open.
 _DRAIN_SECONDS = 0.5
@@ -155,7 +155,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Rank:
-    """One started rank: a process that leads its own process group."""
+    """A process that runs one rank and leads its own process group."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], output: "RankOutput") -> None:
         self.number = int(env["RANK"])
@@ -183,7 +183,7 @@ class _Rank:
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # already ended
             if number in _ENDING or number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)  # the group: also data workers, shells
+                os.killpg(self.process.pid, number)  # the group has data workers and shells, too
             elif self.code is None:
                 self.process.send_signal(number)
 
@@ -200,7 +200,7 @@ class _Rank:
 
 
 def _die_with_parent() -> None:
-    """Called in the child process: the kernel will kill the child when the launcher dies."""
+    """Called in the child process, so that the kernel kills it when the launcher dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -231,7 +231,7 @@ class Supervisor:
         self._selector.register(wake_read, selectors.EVENT_READ)
         # Signals that were ignored when this process started (nohup, background job) stay ignored.
         handled = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
-        # Signals are read from the wake-up pipe; the handler only replaces the default action.
+        # Signals are read from the wake-up pipe. The handler only replaces the default action.
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
@@ -296,7 +296,7 @@ class Supervisor:
         elif self._stopped_by is None:
             self._stopped_by = number
             for stream in self._output.errors.values():
-                # After Ctrl-C every rank prints a KeyboardInterrupt traceback: these are hidden.
+                # After Ctrl-C, the KeyboardInterrupt tracebacks of the ranks are hidden.
                 stream.hide_interrupts = number == signal.SIGINT
             self._stop_all(number, after=0.0, grace=self._world.grace)
         else:
@@ -368,13 +368,13 @@ _TRACEBACK_STARTS = (b"Traceback (most", b"Exception ignored in", b"Fatal Python
 
 
 class RankOutput:
-    """The output of all ranks: to the terminal, each line prefixed with the rank, and log files."""
+    """Forwards the output of all ranks to log files and to the terminal, with a prefix per rank."""
 
     def __init__(self, ranks: int, show: str, log_dir: Path | None) -> None:
         self._show, self._ranks = show, ranks
         self._logs: list[IO[bytes]] = []
         self.streams: list[Stream] = []  # streams that have not ended yet
-        self.errors: dict[int, Stream] = {}  # standard error by rank
+        self.errors: dict[int, Stream] = {}  # the standard error of each rank
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -382,7 +382,7 @@ class RankOutput:
                     self._logs.append((log_dir / f"rank{rank}.log").open("wb", buffering=0))
             except OSError as error:
                 raise UsageError(
-                    f"--log-dir {log_dir}: {error.strerror}: choose another directory"
+                    f"--log-dir {log_dir} cannot be used ({error.strerror}). Choose another one."
                 ) from None
 
     def shows(self, rank: int) -> bool:
@@ -390,7 +390,7 @@ class RankOutput:
         return self._show == "all" or (self._show == "first" and rank == 0)
 
     def targets(self, rank: int) -> tuple[int | None, int | None]:
-        """File descriptors for a rank's standard output and error; None inherits the launcher's."""
+        """Return the descriptors of a rank's output and error, or None to inherit them."""
         log = self._logs[rank] if self._logs else None
         shown = self.shows(rank)
         if log is None and shown and (self._show == "first" or self._ranks == 1):
@@ -410,7 +410,7 @@ class RankOutput:
 
 
 class Stream:
-    """A pipe from a rank, forwarded in whole lines so that lines of two ranks do not mix."""
+    """A pipe from a rank. Its data is forwarded in whole lines, so that lines do not mix."""
 
     def __init__(self, prefix: str, shown_on: TextIO | None, log: IO[bytes] | None) -> None:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
@@ -421,9 +421,9 @@ class Stream:
         self._held: list[bytes] = []  # lines of a traceback after Ctrl-C
 
     def read(self) -> bool:
-        """Read and forward the output that has arrived; returns False at the end of the stream."""
+        """Read and forward the output that has arrived. Return False at the end of the stream."""
         data = os.read(self.fd, 1 << 16)
-        # A progress bar ends its lines with \r: these lines are also forwarded at once.
+        # A progress bar ends its lines with \r. These lines are also forwarded at once.
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
         if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
             lines, self._rest = [*lines, self._rest + b"\n"], b""
@@ -448,10 +448,10 @@ class Stream:
         if self._shown_on is None:
             return
         try:
-            # Written as bytes: a rank may print characters that the terminal's encoding lacks.
+            # Write bytes, because a rank may print characters that the terminal's encoding lacks.
             self._shown_on.buffer.write(self._prefix + line)
             self._shown_on.flush()
-        except OSError:  # the reader (`| head`) has ended, or the disk is full: the run continues
+        except OSError:  # the run continues if the reader (`| head`) ended or the disk is full
             self._shown_on = None
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Which launcher started this process, and its rank: read from environment variables.
+"""Reads from environment variables which launcher started this process, and its rank.
 
 One function per launcher returns an Identity, which also names the variable that gave each value.
-The innermost launcher takes precedence: inside an srun step, torchrun and mpirun before Slurm.
+The innermost launcher takes precedence: inside an srun step, torchrun and mpirun precede Slurm.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Identity:
-    """The values that the launcher gave this process. None: not given, see rendezvous.py."""
+    """The values that the launcher gave this process. rendezvous.py finds values that are None."""
 
     launcher: str
     rank: int
@@ -33,15 +33,15 @@ class Identity:
     nodes: int | None = None
     master_host: str | None = None
     master_port: int | None = None
-    # Differs between worlds on the same hosts; the candidate ports are derived from this id.
+    # An id that differs between worlds on the same hosts. Candidate ports are derived from it.
     job: str = ""
-    # torchrun's agent already serves the store at the master port; every rank is a client.
+    # Whether torchrun's agent serves the store at the master port. Then every rank is a client.
     agent_store: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def identify(env: Environment) -> Identity:
-    """The Identity from the first launcher that applies; without a launcher a world of one rank."""
+    """Return the Identity from the first launcher that applies, or that of a world of one rank."""
     readers = (_from_torch_variables, _from_openmpi, _from_mpich, _from_slurm)
     found = [identity for read in readers if (identity := read(env)) is not None]
     if not found:
@@ -58,14 +58,14 @@ def identify(env: Environment) -> Identity:
                 rank_variable, size_variable = other.reasons["rank"], other.reasons["size"]
                 raise UsageError(
                     f"two launchers disagree: RANK={identity.rank} WORLD_SIZE={identity.size}, but "
-                    f"{rank_variable}={other.rank} {size_variable}={other.size}: unset RANK and "
-                    f"WORLD_SIZE to use {other.launcher}, or unset the other two"
+                    f"{rank_variable}={other.rank} {size_variable}={other.size}. Unset RANK and "
+                    f"WORLD_SIZE to use {other.launcher}, or unset the other two."
                 )
     return identity
 
 
 def without_launcher_variables(env: Environment) -> dict[str, str]:
-    """A copy of `env` without the variables of an outer launcher, for starting a new world."""
+    """Return a copy of `env` without the variables of an outer launcher."""
     return {
         name: value
         for name, value in env.items()
@@ -128,7 +128,7 @@ def _from_openmpi(env: Environment) -> Identity | None:
 
 
 def _from_mpich(env: Environment) -> Identity | None:
-    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank: _from_slurm handles that case.
+    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank. _from_slurm handles that case.
     if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
         return None
     reader = _Reader(env, "mpich", "PMI_RANK and MPI_LOCALRANKID")
@@ -145,9 +145,9 @@ def _from_mpich(env: Environment) -> Identity | None:
 
 
 def _socket_peer(descriptor: str) -> str:
-    """The process id at the other end of Hydra's socket, the same for all ranks on this host.
+    """Return the process id at the other end of Hydra's socket, which all local ranks share.
 
-    Hydra gives its jobs no id, and two jobs at the same time must not derive the same port.
+    Hydra gives its jobs no id, but two jobs at the same time must not derive the same port.
     """
     try:
         with socket.socket(fileno=os.dup(int(descriptor))) as to_launcher:
@@ -159,7 +159,7 @@ def _socket_peer(descriptor: str) -> str:
 
 def _from_slurm(env: Environment) -> Identity | None:
     # The batch shell and an salloc shell also have SLURM_PROCID or SLURM_NTASKS, but Slurm started
-    # no other ranks there: only a process inside a job step has peers.
+    # no other ranks there. Only a process inside a job step has peers.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")
@@ -175,8 +175,8 @@ def _from_slurm(env: Environment) -> Identity | None:
     counts = expand_tasks_per_node(tasks_per_node, variable)
     if node >= len(counts):
         raise UsageError(
-            f"SLURM_NODEID={node}, but {variable}={tasks_per_node} lists only {len(counts)} nodes: "
-            "start the ranks with srun"
+            f"SLURM_NODEID is {node}, but {variable}={tasks_per_node} lists only {len(counts)} "
+            "nodes. Start the ranks with srun."
         )
     reader.values |= {"local_size": counts[node], "nodes": len(counts)}
     reader.reasons["nodes"] = variable
@@ -191,7 +191,7 @@ class _Reader:
 
     def __init__(self, env: Environment, launcher: str, recognised_by: str) -> None:
         self.env, self.launcher = env, launcher
-        self.values: dict[str, Any] = {}  # of Identity
+        self.values: dict[str, Any] = {}  # fields of Identity
         self.reasons = {"launcher": recognised_by}
 
     @property
@@ -201,8 +201,8 @@ class _Reader:
     def text(self, value: str, variable: str) -> str:
         if variable not in self.env:
             raise UsageError(
-                f"{self.launcher} started this process, but {variable} is not set: start the "
-                "process again without clearing the environment"
+                f"{self.launcher} started this process, but {variable} is not set. Start the "
+                "process again without clearing the environment."
             )
         self.reasons[value] = variable
         return self.env[variable]
@@ -215,7 +215,7 @@ class _Reader:
             self.values[value] = int(text)
 
     def first_node(self, variable: str) -> str | None:
-        """The first host of a node list; None if MASTER_ADDR is set, which takes precedence."""
+        """Return the first host of a node list, or None if MASTER_ADDR overrides it."""
         if "MASTER_ADDR" in self.env:
             return None
         return expand_hosts(self.text("master", variable), variable)[0]
@@ -236,29 +236,29 @@ class _Reader:
             self.integers(port="MASTER_PORT")
         port = self.values.pop("port", None)
         if port is not None and not 0 < port < 65536:
-            raise UsageError(f"MASTER_PORT={port} is not a port: use 1024 to 65535")
+            raise UsageError(f"MASTER_PORT={port} is not a port. Use 1024 to 65535.")
         self.values |= {"master_host": host, "master_port": port, "job": job}
         self.values["agent_store"] = agent_store
         return Identity(self.launcher, **self.values, reasons=self.reasons)
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:
-    """Raise UsageError if variables are incomplete: otherwise each rank would train alone."""
+    """Raise UsageError if variables are incomplete. Otherwise each rank would train alone."""
     for name in ("WORLD_SIZE", "PMI_SIZE", "RANK"):
         if env.get(name, "0") not in (("0",) if name == "RANK" else ("0", "1")):
             missing = [variable for variable in _REQUIRED if variable not in env]
             raise UsageError(
-                f"{name}={env[name]} is set without {' and '.join(missing)}: set all of "
-                f"{', '.join(_REQUIRED)}, or unset {name}"
+                f"{name}={env[name]} is set without {' and '.join(missing)}. Set all of "
+                f"{', '.join(_REQUIRED)}, or unset {name}."
             )
 
 
-# Outside Linux's ephemeral range (32768 to 60999), so that no outgoing connection uses these ports.
+# No outgoing connection uses these ports, as Linux's ephemeral range is 32768 to 60999.
 _PORTS = range(20000, 30000)
 
 
 def port_candidates(job: str) -> list[int]:
-    """The ports that a job tries, in order: the same on every rank, different for another job."""
+    """Return the ports that a job tries, in order. They depend only on the job's id."""
     numbers = struct.unpack(">5H", hashlib.sha256(job.encode()).digest()[:10])
     return [_PORTS[number % len(_PORTS)] for number in numbers]
 
@@ -281,7 +281,7 @@ _HOSTS = re.compile(rf"(?:[^\[\],\s]|\[{_RANGES}\])+")
 
 
 def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
-    """Expand `rack1n[01-03,7],login` to its host names, in order, with zero padding kept."""
+    """Return the host names of `rack1n[01-03,7],login`, in order. Zero padding is kept."""
     hosts: list[str] = []
     for item in re.split(r",(?![^\[]*\])", text):  # split at commas outside brackets
         parts = re.split(r"\[(.*?)\]", item)  # literal, ranges, literal, ranges, …
@@ -290,8 +290,8 @@ def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
             choices = [_expand_ranges(p) if n % 2 else [p] for n, p in enumerate(parts)]
         if not all(choices):
             raise UsageError(
-                f"{variable}={text!r} cannot be parsed at {item!r}: expected a list such as "
-                "n[1-4,07],login1; correct the list or set MASTER_ADDR and MASTER_PORT"
+                f"{variable}={text!r} cannot be parsed at {item!r}. Use a list such as "
+                "n[1-4,07],login1, or set MASTER_ADDR and MASTER_PORT."
             )
         hosts.extend("".join(choice) for choice in product(*choices))
     return hosts
@@ -311,11 +311,11 @@ def _expand_ranges(ranges: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str, variable: str = "tasks per node") -> list[int]:
-    """Expand `2(x3),1` to [2, 2, 2, 1]: the number of tasks on each node of a step."""
+    """Return the number of tasks on each node of a step: `2(x3),1` becomes [2, 2, 2, 1]."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise UsageError(f"{variable}={text!r} cannot be parsed at {item!r}: expected 2(x3),1")
+            raise UsageError(f"{variable}={text!r} cannot be parsed at {item!r}. Use 2(x3),1.")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts

@@ -9,8 +9,8 @@ ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection
 Messages are JSON objects, one per line: {"hello": rank, "start": start id}, {"failed": failure},
 {"left": rank} and {"gone": rank}. All ranks report the first failure that the hub receives.
 
-This module imports only the standard library: the startup hook of `tutti profile` loads it in
-programs that cannot import tutti.
+This module imports only the standard library, because the startup hook of `tutti profile` loads it
+in programs that cannot import tutti.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Failure:
 class Liveness:
     """This rank's end of the liveness connections, served by a thread.
 
-    Rank 0, the hub, accepts connections at `listener`; other ranks connect to its `address`.
+    Rank 0, the hub, accepts connections at `listener`. Other ranks connect to its `address`.
     `on_failure` is called once, in a new thread, when the world has failed.
     """
 
@@ -57,15 +57,15 @@ class Liveness:
         address: tuple[str, int] | None = None,
     ) -> None:
         self.rank, self.hosts = rank, hosts
-        self.left: set[int] = set()  # ranks that announced that they end normally
-        self.gone: set[int] = set()  # ranks whose connection has ended
+        self.finished_ranks: set[int] = set()  # ranks that announced that they end normally
+        self.disconnected_ranks: set[int] = set()  # ranks whose connection has ended
         self.first_failure: Failure | None = None
-        self._connected: set[int] = set()  # on rank 0: ranks that have sent their hello
+        self._connected: set[int] = set()  # on rank 0, the ranks that have sent their hello
         self._start_id, self._on_failure = start_id, on_failure
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
-        self._peers: dict[socket.socket, int | None] = {}  # the rank; None before its hello
-        self._incomplete: dict[socket.socket, bytes] = {}  # a message received in part
+        self._peers: dict[socket.socket, int | None] = {}  # the rank, or None before its hello
+        self._incomplete: dict[socket.socket, bytes] = {}  # the bytes of an incomplete message
         self._closing = False
         self._listener = listener
         if listener is not None:
@@ -83,9 +83,9 @@ class Liveness:
         self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
         self._thread.start()
 
-    def all_connected(self, seconds: float) -> bool:
-        """On rank 0, wait until every other rank has connected, and return False at the timeout."""
-        return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, seconds)
+    def wait_until_all_connected(self, timeout: float) -> bool:
+        """On rank 0, wait until every other rank has connected. Return False at the timeout."""
+        return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, timeout)
 
     def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
         """Send `failure` to all ranks and return the first failure, which may be another rank's."""
@@ -94,7 +94,7 @@ class Liveness:
         return self.first_failure or failure
 
     def wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until a message makes `condition` true and return False at the timeout."""
+        """Wait until a message makes `condition` true. Return False at the timeout."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
@@ -103,7 +103,9 @@ class Liveness:
         self._send_to_thread({"left": self.rank})
         if self.rank == 0:
             everyone = set(range(len(self.hosts)))
-            self.wait(lambda: self.left >= everyone or self.first_failure is not None, None)
+            self.wait(
+                lambda: self.finished_ranks >= everyone or self.first_failure is not None, None
+            )
         self._closing = True
         with contextlib.suppress(OSError):
             self._to_thread.close()
@@ -133,7 +135,7 @@ class Liveness:
                     self._lost(connection)
 
     def _read(self, connection: socket.socket) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None if the connection ended or sent other data."""
+        """Return the messages that have arrived, or None if the connection is closed or invalid."""
         rest = self._incomplete[connection]
         with contextlib.suppress(OSError, ValueError):
             data = connection.recv(1 << 16)
@@ -147,7 +149,7 @@ class Liveness:
     def _receive(self, message: dict[str, Any], connection: socket.socket) -> None:
         peer = self._peers[connection]
         if "hello" in message:
-            # Any process may connect to a port: only ranks with this start id are accepted.
+            # Any process may connect to a port, so only ranks with this start id are accepted.
             if message.get("start") == self._start_id and peer is None:
                 peer = self._peers[connection] = int(message["hello"])
                 self._add_to(self._connected, peer)
@@ -158,22 +160,22 @@ class Liveness:
         elif "failed" in message and (self.rank == 0 or peer == 0):
             self._failed(Failure(**message["failed"]))
         elif "failed" in message or ("left" in message and self.rank != 0 and peer == self.rank):
-            self._send(message, {0})  # from this rank's main thread: forward to rank 0
+            self._send(message, {0})  # this rank's main thread sent it: forward it to rank 0
         elif "left" in message:
-            self._send_to_members(message)
-            self._add_to(self.left, message["left"])
+            self._broadcast_from_hub(message)
+            self._add_to(self.finished_ranks, message["left"])
         elif "gone" in message:
-            self._add_to(self.gone, message["gone"])
+            self._add_to(self.disconnected_ranks, message["gone"])
 
     def _lost(self, connection: socket.socket) -> None:
         rank = self._peers[connection]
         self._remove(connection)
         if rank is None or self._closing:
             return
-        self._send_to_members({"gone": rank})
-        self._add_to(self.gone, rank)
-        if rank not in self.left:
-            summary = "it died without reporting an error: was it killed?"
+        self._broadcast_from_hub({"gone": rank})
+        self._add_to(self.disconnected_ranks, rank)
+        if rank not in self.finished_ranks:
+            summary = "it died without reporting an error. Was it killed?"
             self._failed(Failure(rank, self.hosts[rank], summary))
 
     def _add_to(self, ranks: set[int], rank: int) -> None:
@@ -184,20 +186,20 @@ class Liveness:
     def _failed(self, failure: Failure) -> None:
         if self.first_failure is not None:
             return
-        self._send_to_members({"failed": asdict(failure)})
+        self._broadcast_from_hub({"failed": asdict(failure)})
         with self._changed:
             self.first_failure = failure
             self._changed.notify_all()
         threading.Thread(target=self._on_failure, args=[failure], daemon=True).start()
 
-    def _send_to_members(self, message: dict[str, Any]) -> None:
+    def _broadcast_from_hub(self, message: dict[str, Any]) -> None:
         if self.rank == 0:
             self._send(message, range(1, len(self.hosts)))
 
     def _send(self, message: dict[str, Any], ranks: Container[int | None]) -> None:
         for connection, peer in list(self._peers.items()):
             if peer in ranks:
-                with contextlib.suppress(OSError):  # the peer is gone: the next read detects that
+                with contextlib.suppress(OSError):  # the next read detects that the peer has ended
                     connection.sendall(_encode(message))
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
@@ -205,7 +207,7 @@ class Liveness:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.settimeout(5)  # a peer that does not read a short message within 5 s is gone
+        connection.settimeout(5)  # a peer that does not read a short message within 5 s is dead
         self._peers[connection] = rank
         self._incomplete[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
@@ -231,7 +233,7 @@ def _encode(message: dict[str, Any]) -> bytes:
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """A listening socket at `address` ("" for every interface); port 0 selects a free port."""
+    """Return a socket that listens at `address` ("" for all interfaces). Port 0 means any port."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -244,7 +246,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
 
 
 def local_address_towards(address: str) -> str | None:
-    """This host's source address for packets to `address`, or None if there is no route."""
+    """Return this host's source address for packets to `address`, or None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -35,12 +35,12 @@ class Place:
     node: int
     local_rank: int
     local_size: int
-    gpu: int | None  # index among the GPUs visible to this rank; None on CPU
-    ranks_on_gpu: int  # how many ranks use the same GPU; 0 on CPU
+    gpu: int | None  # index among the GPUs visible to this rank, or None on CPU
+    ranks_on_gpu: int  # number of ranks that use the same GPU, or 0 on CPU
 
 
 def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int = 1) -> list[Place]:
-    """Return the placement of every rank, in rank order; `device` is auto, cpu or cuda."""
+    """Return the placement of every rank, in rank order. `device` is auto, cpu or cuda."""
     by_machine: dict[str, list[int]] = defaultdict(list)  # machines in order of lowest rank
     for info in ranks:
         by_machine[info.machine].append(info.rank)
@@ -52,8 +52,8 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
         if len(sharing) > ranks_per_gpu:
             raise UsageError(
                 f"ranks {', '.join(map(str, sharing))} would use the same GPU {uuid} of "
-                f"{ranks[sharing[0]].host}: give each rank its own GPU (CUDA_VISIBLE_DEVICES, "
-                f"--gpu-bind), or share the GPU with --ranks-per-gpu {len(sharing)}"
+                f"{ranks[sharing[0]].host}. Give each rank its own GPU (CUDA_VISIBLE_DEVICES, "
+                f"--gpu-bind), or share the GPU with --ranks-per-gpu {len(sharing)}."
             )
     places = []
     for info in ranks:
@@ -83,22 +83,22 @@ def refuse_more_ranks_than_gpus(ranks: int, gpus: int, ranks_per_gpu: int, host:
     capacity = gpus * ranks_per_gpu
     if ranks > capacity:
         raise UsageError(
-            f"{ranks} ranks on {host}, but {gpus} GPU{'s' * (gpus != 1)} × {ranks_per_gpu} per GPU "
-            f"= {capacity}: use {capacity} ranks, --ranks-per-gpu {-(-ranks // gpus)}, or "
-            "--device cpu"
+            f"{host} has {ranks} ranks, but {gpus} GPU{'s' * (gpus != 1)} × {ranks_per_gpu} per "
+            f"GPU = {capacity}. Use {capacity} ranks, --ranks-per-gpu {-(-ranks // gpus)} or "
+            "--device cpu."
         )
 
 
 def _choose_gpus(ranks: "Sequence[RankInfo]", device: str, ranks_per_gpu: int) -> dict[int, int]:
-    """Return the GPU index of each rank; empty if the ranks compute on CPU."""
+    """Return the GPU index of each rank, or {} if the ranks compute on CPU."""
     without = [info for info in ranks if not info.gpus]
     if device == "cpu" or (device == "auto" and len(without) == len(ranks)):
         return {}
     if without:
         raise UsageError(
             f"rank {without[0].rank} on {without[0].host} has no visible GPU ({len(without)} of "
-            f"{len(ranks)} ranks have none): give every rank a GPU (--gpus-per-node, "
-            "CUDA_VISIBLE_DEVICES), or use --device cpu"
+            f"{len(ranks)} ranks have none). Give every rank a GPU (--gpus-per-node, "
+            "CUDA_VISIBLE_DEVICES), or use --device cpu."
         )
     # Ranks on a machine with the same visible GPUs are assigned to these GPUs in rank order. If the
     # scheduler makes only one GPU visible to each task, each list has one rank, which uses its
@@ -116,8 +116,8 @@ def _choose_gpus(ranks: "Sequence[RankInfo]", device: str, ranks_per_gpu: int) -
 
 
 def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
-    # The boot id of the kernel instead of the host name: two containers with different host names
-    # may have the same GPU.
+    # Use the boot id of the kernel instead of the host name, because two containers with different
+    # host names may have the same GPU.
     return info.machine.split("/")[1], info.gpus[gpu]
 
 
@@ -139,7 +139,7 @@ def bind(
         node = numa_node_of_gpu(bus_id)
         near = set(allowed_cpus()).intersection(numa.get(-1 if node is None else node, ()))
         chosen = format_cpu_list(near) if near else None
-        reason += ": the GPU's NUMA node is unknown"
+        reason += ", because the GPU's NUMA node is unknown"
         if near:
             reason = f"NUMA node {node} of cuda:{place.gpu}"
     if chosen is not None:
@@ -153,10 +153,10 @@ def bind(
 def cpus_for(
     ranks: "Sequence[RankInfo]", rank: int, numa: Mapping[int, tuple[int, ...]]
 ) -> str | None:
-    """Return the CPU affinity of a rank that computes on CPU; None to leave it unchanged.
+    """Return the CPU affinity of a rank that computes on CPU, or None to leave it unchanged.
 
     Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks, and inside a
-    node each gets its own CPUs if there are enough: ranks wait for each other by spinning, so two
+    node each gets its own CPUs if there are enough. Ranks wait for each other by spinning, so two
     ranks on one CPU cost each other a time slice per message. Ranks to which the launcher gave
     different CPUs keep them.
     """
@@ -164,7 +164,7 @@ def cpus_for(
     allowed = set(parse_cpu_list(ranks[rank].cpus))
     nodes = [cpus for node in sorted(numa) if (cpus := allowed.intersection(numa[node]))]
     if len(peers) < max(2, len(nodes)):
-        return None  # fewer ranks than NUMA nodes: each may use all CPUs
+        return None  # with fewer ranks than NUMA nodes, each may use all CPUs
     node_of = [index * len(nodes) // len(peers) for index in range(len(peers))]
     node = node_of[peers.index(rank)]
     own_node, ranks_on_node = sorted(nodes[node]), node_of.count(node)
@@ -199,9 +199,9 @@ def _choose_threads(
 def gloo_interface(
     ranks: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
 ) -> tuple[str | None, str]:
-    """Return the network interface for gloo (None: gloo's default), and the reason for the choice.
+    """Return the network interface for gloo (None for gloo's default), and the reason.
 
-    Loopback if all ranks are on one machine, otherwise an interface that reaches the other
+    It is loopback if all ranks are on one machine, otherwise an interface that reaches the other
     machines. By default gloo uses the address of the host name, which is often 127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in env:
@@ -219,11 +219,11 @@ def gloo_interface(
     for _, name in socket.if_nameindex():
         if address and interface_address(name) == address:
             return name, f"this interface reaches {remote[0].host}"
-    return None, "gloo's default: no route to the other machines was found"
+    return None, "gloo's default, because no route to the other machines was found"
 
 
 def disable_malloc_trim(env: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory for the next step and return whether glibc accepted the setting.
+    """Make glibc keep freed memory for the next step, and return whether glibc accepted this.
 
     By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
     page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
@@ -235,7 +235,7 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return large freed blocks to the kernel at once; undoes `disable_malloc_trim`.
+    """Undo `disable_malloc_trim`: make glibc return large freed blocks to the kernel at once.
 
     Used for sharded parameters on a CPU, where the gathered parameters of each block are freed
     after use. A heap that keeps freed memory could not reuse it for the next block, whose tensors
@@ -256,6 +256,6 @@ def _set_malloc(env: Mapping[str, str], mmap_bytes: Sequence[int], trim_bytes: i
     if mallopt is None or variables & env.keys() or "_threshold" in env.get("GLIBC_TUNABLES", ""):
         return False
     m_trim_threshold, m_mmap_threshold = -1, -3  # <malloc.h>
-    # mmap first: setting either threshold stops glibc from adjusting the other dynamically.
+    # Set mmap first, because setting either threshold stops glibc from adjusting the other one.
     accepted = any(mallopt(m_mmap_threshold, size) for size in mmap_bytes)
     return accepted and bool(mallopt(m_trim_threshold, trim_bytes))

@@ -30,8 +30,8 @@ from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.launchers import Identity, free_port, port_candidates
 from tutti.world.liveness import local_address_towards, open_listener
 
-_PROBE_SECONDS = 1.0  # for a port to accept a connection
-_HANDSHAKE_SECONDS = 5.0  # for a store to answer
+_PROBE_SECONDS = 1.0  # time for a port to accept a connection
+_HANDSHAKE_SECONDS = 5.0  # time for a store to answer
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
         return Rendezvous(dist.HashStore(), "", 0, "a world of one rank needs no port")
     if identity.master_host is None:
         raise UsageError(
-            f"{identity.launcher} started {identity.size} ranks on several hosts and does not "
-            "report the host of rank 0: set MASTER_ADDR, the name of rank 0's host, and "
+            f"{identity.launcher} started {identity.size} ranks on several hosts but does not "
+            "report the host of rank 0. Set MASTER_ADDR, the name of rank 0's host, and "
             "MASTER_PORT for all ranks (-x MASTER_ADDR=HOST -x MASTER_PORT=29500 with Open MPI, "
-            "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500 with MPICH)"
+            "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500 with MPICH)."
         )
     if not identity.job and identity.local_size != identity.size and identity.master_port is None:
         raise UsageError(
-            "MPICH ranks on several hosts have no common job id from which to derive a port: set "
-            "MASTER_PORT for all ranks (-genv MASTER_PORT 29500)"
+            "MPICH ranks on several hosts have no common job id from which to derive a port. Set "
+            "MASTER_PORT for all ranks (-genv MASTER_PORT 29500)."
         )
     deadline = time.monotonic() + timeout
     reason = identity.reasons.get("master", "")
@@ -67,8 +67,8 @@ def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
     except OSError:
         raise UsageError(
             f"the master {identity.master_host!r} (from {reason}) cannot be resolved on "
-            f"{socket.gethostname()}: set MASTER_ADDR to an address or a name that every host can "
-            "resolve"
+            f"{socket.gethostname()}. Set MASTER_ADDR to an address or a name that every host can "
+            "resolve."
         ) from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # prefer IPv4
     address = str(found[0][4][0])
@@ -86,17 +86,17 @@ def _serve(
     if is_loopback and named_loopback and identity.local_size not in (None, identity.size):
         raise UsageError(
             f"MASTER_ADDR={name} is a loopback address, but {identity.size - identity.local_size} "
-            f"of {identity.size} ranks are on other hosts: set it to the name of rank 0's host"
+            f"of {identity.size} ranks are on other hosts. Set it to the name of rank 0's host."
         )
     here = socket.gethostname()
     if not is_loopback and local_address_towards(address) != address:
         raise UsageError(
             f"rank 0 runs on {here}, but the master address {name} ({address}, from {reason}) "
-            "belongs to another host: set MASTER_ADDR to rank 0's host"
+            "belongs to another host. Set MASTER_ADDR to rank 0's host."
         )
     bind_to = address
     if is_loopback and not named_loopback and identity.local_size != identity.size:
-        # Debian maps a host's own name to 127.0.1.1; other hosts resolve the name differently.
+        # Debian maps a host's own name to 127.0.1.1, but other hosts resolve the name differently.
         bind_to = ""
         reason += f"; {name} is {address} here, so the store listens on every interface"
     for port in ports:
@@ -105,8 +105,8 @@ def _serve(
             break
     else:
         raise UsageError(
-            f"port {', '.join(map(str, ports))} is in use on {here}: set MASTER_PORT to a free "
-            f"port ({free_port()} is free now), or stop the process that listens there"
+            f"port {', '.join(map(str, ports))} is in use on {here}. Set MASTER_PORT to a free "
+            f"port ({free_port()} is free now), or stop the process that listens there."
         )
     store = dist.TCPStore(  # without master_listen_fd, TCPStore would listen on every interface
         address,
@@ -132,7 +132,7 @@ def _connect(
             except OSError:
                 continue
             store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, left)))
-            # A port derived from the job id may belong to the store of another job: only the store
+            # A port derived from the job id may belong to the store of another job. Only the store
             # of this job has the key of this job.
             is_set = identity.master_port is not None
             if store is not None and (is_set or store.check([f"tutti/job/{identity.job}"])):
@@ -141,8 +141,8 @@ def _connect(
         time.sleep(0.05)
     raise UsageError(
         f"rank {identity.rank} on {socket.gethostname()} could not reach rank 0 at {address} port "
-        f"{', '.join(map(str, ports))} (from {reason}): did rank 0 start, does a firewall block "
-        "the port? If rank 0 needs more time, increase --start-timeout or start_timeout="
+        f"{', '.join(map(str, ports))} (from {reason}). Did rank 0 start? Does a firewall block "
+        "the port? If rank 0 needs more time, increase --start-timeout or start_timeout=."
     )
 
 
@@ -179,7 +179,7 @@ class RankInfo:
     # as another machine, because its loopback is separate.
     machine: str
     address: str
-    # The port at which rank 0 accepts the liveness connections of other ranks; else 0.
+    # The port at which rank 0 accepts the liveness connections of other ranks, or 0 on other ranks.
     liveness_port: int
     local_rank: int | None
     local_size: int | None
@@ -187,9 +187,9 @@ class RankInfo:
     gpus: tuple[str, ...]
     cpus: str
     versions: dict[str, str]
-    # Whether the shared-memory backend works on this rank: all ranks must use the same backend.
+    # Whether the shared-memory backend works on this rank. All ranks must use the same backend.
     shm: bool
-    token: str  # random, new in each process
+    token: str  # a random number of this process
 
 
 @dataclass(frozen=True)
@@ -215,15 +215,15 @@ def describe_rank(
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
         versions=versions() | {"torch": torch.__version__},  # includes the CUDA version
-        shm=not gpus and not shm_unavailable(),  # used on the CPU only
+        shm=not gpus and not shm_unavailable(),  # shm is used only on the CPU
         token=uuid.uuid4().hex,
     )
 
 
 def shm_unavailable() -> str:
-    """The reason why this rank cannot use the shm backend, or ""; the first call compiles it."""
+    """Return the reason why this rank cannot use shm, or "". The first call compiles shm."""
     if "shm" not in dist.Backend.backend_list:
-        return "the backend is not registered with torch: install tutti-torch"
+        return "the backend is not registered with torch, because tutti-torch is not installed"
     # Call the module that registered the backend, because tutti.world must not import tutti.comm.
     creator = dist.Backend._plugins["SHM"].creator_fn
     usable, reason = importlib.import_module(creator.__module__).available()
@@ -237,7 +237,7 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
         store.set(poll.keys[info.rank], json.dumps(asdict(info)))
         start_id, entries = _publish(poll) if info.rank == 0 else _confirm(info, poll)
     except RuntimeError:
-        raise UsageError("the store ended with rank 0 or its host: see rank 0's output") from None
+        raise UsageError("the store ended with rank 0 or its host. See rank 0's output.") from None
     ranks = (
         RankInfo(**fields | {"gpus": tuple(fields["gpus"])}) for fields in map(json.loads, entries)
     )
@@ -245,13 +245,13 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
 
 
 class _Poll:
-    """Sleeps between two reads of the store; at the timeout raises an error with missing ranks."""
+    """Sleeps between two reads of the store. At the timeout, raises an error with missing ranks."""
 
     def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
         self.store, self.timeout = store, timeout
         self.keys = [f"tutti/rank/{rank}" for rank in range(size)]
         self.deadline = time.monotonic() + timeout
-        # One store serves all ranks: with more ranks, each polls less often.
+        # One store serves all ranks, so with more ranks each polls less often.
         self.interval = 0.02 * (1 + size / 64)
 
     def sleep(self, waiting_for: Sequence[str] = ()) -> None:
@@ -262,13 +262,13 @@ class _Poll:
         missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
         raise UsageError(
             f"rank {', '.join(missing) or '0'} of {len(self.keys)} did not reach the rendezvous "
-            f"within {self.timeout:g} s: see the output of the missing ranks, or increase "
-            "--start-timeout"
+            f"within {self.timeout:g} s. See the output of the missing ranks, or increase "
+            "--start-timeout."
         )
 
 
 def _publish(poll: _Poll) -> tuple[str, list[str]]:
-    """On rank 0: publish a list for all ranks to confirm; publish again if an entry changes."""
+    """On rank 0, publish a list until all ranks have confirmed it. Return (start id, entries)."""
     store = poll.store
     while not store.check(poll.keys):
         poll.sleep()
@@ -291,7 +291,7 @@ def _publish(poll: _Poll) -> tuple[str, list[str]]:
 
 
 def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
-    """On other ranks: confirm the list with this rank's entry; wait until all ranks confirmed."""
+    """On other ranks, confirm the list with this rank's entry. Return (start id, entries)."""
     store = poll.store
     while not store.check(["tutti/start_id"]):
         poll.sleep()
@@ -301,7 +301,7 @@ def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
         current = info.rank < len(entries) and json.loads(entries[info.rank])["token"] == info.token
         if current:
             store.set(f"tutti/{start_id}/confirmed/{info.rank}", "yes")
-        # A list from before a restart has an old token of this rank: rank 0 publishes a new list.
+        # A list from before a restart has an old token of this rank. Rank 0 publishes a new list.
         while store.get("tutti/start_id").decode() == start_id:
             if current and store.check([f"tutti/{start_id}/complete"]):
                 return start_id, entries
@@ -321,6 +321,6 @@ def refuse_different_versions(ranks: Sequence[RankInfo]) -> None:
         if different:
             more = f" and {len(different) - 4} more" if len(different) > 4 else ""
             raise RanksDiffer(
-                f"ranks run different versions of {name}: {', '.join(different[:4])}{more}, the "
-                f"other {count} have {usual}: install the same version everywhere"
+                f"ranks run different versions of {name}: {', '.join(different[:4])}{more}, but "
+                f"the other {count} have {usual}. Install the same version everywhere."
             )

@@ -60,7 +60,7 @@ class World:
     # Rank 0's store must exist as long as the world.
     _rendezvous: Rendezvous = field(repr=False, compare=False)
     _failures: FailureHandler = field(repr=False, compare=False)
-    # Environment variables set for the backends; removed when the world ends.
+    # Environment variables that were set for the backends. They are removed when the world ends.
     _variables: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -79,13 +79,13 @@ class World:
         )
 
     def row(self) -> dict[str, Any]:
-        """This rank's row for tables and JSON."""
+        """Return this rank's row for tables and JSON."""
         names = ("rank", "local_rank", "node", "host", "backend", "launcher", "cpus", "threads")
         values = {name: getattr(self, name) for name in (*names, "ranks_on_device")}
         return values | {"device": str(self.device), "reasons": dict(self.reasons)}
 
     def close(self) -> None:
-        """Leave the world and destroy the process group. Safe to call twice."""
+        """Leave the world and destroy the process group. A second call does nothing."""
         atexit.unregister(self.close)
         if dist.is_initialized():  # the script may have destroyed the group itself
             if self._failures.failed and self.device.type == "cuda":
@@ -118,20 +118,20 @@ def init(
     start_timeout: float | None = None,
     timeout: float | None = None,
 ) -> World:
-    """Join the world that the launcher started; without a launcher, make a world of one rank.
+    """Join the world that the launcher started. Without a launcher, create a world of one rank.
 
-    device: auto, cpu or cuda. backend: by default nccl on CUDA, and on CPU shm (shared memory
-    inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu: how many
-    ranks may share a GPU. start_timeout: seconds for all ranks to start; timeout: seconds for a
-    collective. Under `tutti run` the defaults of these three arguments are its flags.
+    device is auto, cpu or cuda. backend is by default nccl on CUDA, and on CPU shm (shared memory
+    inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu is the number
+    of ranks that may share a GPU. start_timeout is the time in seconds for all ranks to start, and
+    timeout is that for a collective. Under `tutti run`, its flags are the defaults of these three.
     """
     if dist.is_initialized():
         raise UsageError(
-            "torch.distributed is already initialised in this process: call tutti.init() once, "
-            "instead of init_process_group()"
+            "torch.distributed is already initialised in this process. Call tutti.init() once, "
+            "instead of init_process_group()."
         )
     if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device={device!r} is unknown: use auto, cpu or cuda")
+        raise UsageError(f"device must be auto, cpu or cuda, got {device!r}")
     hook = sys.excepthook
     sys.excepthook = print_usage_errors(hook)
     env = os.environ
@@ -140,7 +140,7 @@ def init(
     if ranks_per_gpu is None:
         ranks_per_gpu = int(env.get("TUTTI_RANKS_PER_GPU", "1"))
     if ranks_per_gpu < 1:
-        raise UsageError(f"ranks_per_gpu={ranks_per_gpu} must be at least 1")
+        raise UsageError(f"ranks_per_gpu must be at least 1, got {ranks_per_gpu}")
     _check_backend(backend)
 
     identity = identify(env)
@@ -161,16 +161,17 @@ def init(
         refuse_different_versions(roster.ranks)
         places = placement.place(roster.ranks, device, ranks_per_gpu)
     except (UsageError, RanksDiffer):
-        # Every rank finds the same error in the same roster: only rank 0 prints the error.
+        # Every rank finds the same error in the same roster, so only rank 0 prints the error.
         if rank != 0:
             raise SystemExit(2) from None
         if identity.size > 1:
-            time.sleep(0.5)  # the store ends with this process: let the other ranks read the roster
+            time.sleep(0.5)  # the other ranks read the roster before the store ends with this rank
         raise
     own = places[rank]
 
     counted = ("local_rank", "local_size", "node", "nodes")
-    reasons = dict.fromkeys(counted, "rendezvous: counted by machine") | dict(identity.reasons)
+    reasons = dict.fromkeys(counted, "counted by machine at the rendezvous")
+    reasons |= identity.reasons
     reasons |= {"host": "gethostname", "master": rendezvous.reason}
     reasons["device"] = "requested" if device == "cpu" else "no GPU is visible"
     torch_device = torch.device("cpu")
@@ -180,7 +181,7 @@ def init(
     reasons["backend"] = "requested"
     if backend is None:
         backend, reasons["backend"] = _default_backend(torch_device, roster)
-    variables: dict[str, str] = {}  # for the backends; removed when the world ends
+    variables: dict[str, str] = {}  # set for the backends until the world ends
     # shm uses gloo between hosts, and nccl is combined with gloo for CPU tensors.
     if backend == "nccl" or "gloo" in backend or "shm" in backend:
         interface, reasons["gloo_interface"] = placement.gloo_interface(roster.ranks, rank, env)
@@ -233,7 +234,7 @@ def init(
     else:
         placement.disable_malloc_trim(env)
     dist.init_process_group(
-        # NCCL handles CUDA tensors only; gloo handles small CPU tensors.
+        # NCCL handles only CUDA tensors, and gloo handles small CPU tensors.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
         store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
         rank=rank,
@@ -244,7 +245,7 @@ def init(
     failures.install_hook(hook)
     if world.is_first:
         if reasons["backend"].startswith(_NO_SHM):
-            print(f"note: using gloo: {reasons['backend']}", file=sys.stderr)
+            print(f"note: the backend is gloo, because {reasons['backend']}", file=sys.stderr)
         if world.sharing_note:
             print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
@@ -259,11 +260,11 @@ def _seconds(name: str, argument: float | None, default: float) -> float:
 
 def _check_backend(backend: str | None) -> None:
     if backend == "nccl" and not torch.cuda.is_available():
-        raise UsageError("backend='nccl' needs a GPU, and no GPU is visible: use shm or gloo")
+        raise UsageError("backend='nccl' needs a GPU, but no GPU is visible. Use shm or gloo.")
     if backend not in (None, "nccl", "gloo", "shm") and ":" not in backend:
-        raise UsageError(f"backend={backend!r} is unknown: use nccl, shm or gloo, or leave it out")
+        raise UsageError(f"backend must be nccl, shm, gloo or None, got {backend!r}")
     if backend is not None and "shm" in backend and (reason := shm_unavailable()):
-        raise UsageError(f"backend={backend!r}: {_NO_SHM}: {reason}; or use backend='gloo'")
+        raise UsageError(f"backend={backend!r}: {_NO_SHM} ({reason}). Or use backend='gloo'.")
 
 
 def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
@@ -272,8 +273,8 @@ def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
     without = [info.rank for info in roster.ranks if not info.shm]
     if not without:
         return "shm", "the default on cpu"
-    reason = shm_unavailable() or "call tutti.comm.shm.available() there for the reason"
-    return "gloo", f"{_NO_SHM} on {name_ranks(without[:4])}: {reason}"
+    reason = shm_unavailable() or "tutti.comm.shm.available() on these ranks returns the reason"
+    return "gloo", f"{_NO_SHM} on {name_ranks(without[:4])} ({reason})"
 
 
 def _open_liveness(
@@ -287,8 +288,8 @@ def _open_liveness(
     hosts = [info.host for info in roster.ranks]
     if listener is not None:
         hub = liveness.Liveness(rank, hosts, roster.start_id, on_failure, listener=listener)
-        if not hub.all_connected(timeout):
-            raise UsageError("a rank ended between the rendezvous and the start: see its output")
+        if not hub.wait_until_all_connected(timeout):
+            raise UsageError("a rank ended between the rendezvous and the start. See its output.")
         return hub
     first = roster.ranks[0]
     same_machine = first.machine == roster.ranks[rank].machine
@@ -299,6 +300,6 @@ def _open_liveness(
         return liveness.Liveness(rank, hosts, roster.start_id, on_failure, address=address)
     except OSError as error:
         raise UsageError(
-            f"rank {rank} could not connect to rank 0 at {host} port {first.liveness_port}: "
-            f"{error}: does a firewall between the hosts block connections?"
+            f"rank {rank} could not connect to rank 0 at {host} port {first.liveness_port} "
+            f"({error}). Does a firewall between the hosts block connections?"
         ) from None
