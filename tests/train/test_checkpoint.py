@@ -201,11 +201,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
     save_one(tmp_path, 1, small_model())
     others = {
         r"the checkpoint has no 4\.weight, 4\.bias": nn.Sequential(*small_model(), nn.Linear(2, 2)),
-        r"the checkpoint has 3\.weight, 3\.bias, the model does not": small_model()[:3],
+        r"the checkpoint has 3\.weight, 3\.bias, but the model does not": small_model()[:3],
         r"0\.weight is .* \(8, 4\) in the checkpoint, .* \(8, 5\) in the model": nn.Sequential(
             nn.Linear(5, 8), *list(small_model())[1:]
         ),
-        r"1\.num_batches_tracked is torch\.int64 .*, torch\.float32": small_model(),
+        r"1\.num_batches_tracked is torch\.int64 .*, but torch\.float32": small_model(),
     }
     [*others.values()][3][1].num_batches_tracked = torch.tensor(0.0)
     for complaint, other in others.items():
@@ -223,8 +223,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
     before = bits(other)
     head, tail = other[0].parameters(), other[1:].parameters()
     for complaint, optimizer in {
-        "has SGD with 1 .*, the run has AdamW": torch.optim.AdamW(other.parameters()),
-        "has SGD with 1 .*, the run has SGD with 2": torch.optim.SGD(
+        "has SGD with 1 .*, but the run has AdamW": torch.optim.AdamW(other.parameters()),
+        "has SGD with 1 .*, but the run has SGD with 2": torch.optim.SGD(
             [{"params": head}, {"params": tail}], lr=1
         ),
     }.items():
@@ -287,7 +287,7 @@ def test_another_precision_is_converted_and_noted(tmp_path: Path) -> None:
     save_one(tmp_path, 1, model)
     half = nn.Linear(3, 3, dtype=torch.bfloat16)
     notes = Checkpoints(tmp_path).load(half).notes
-    assert notes == ("weight, bias converted from torch.float32 to torch.bfloat16",)
+    assert notes == ("converted weight, bias from torch.float32 to torch.bfloat16",)
     assert torch.equal(half.weight, model.weight.bfloat16())
 
 
@@ -330,5 +330,5 @@ def test_a_rank_that_does_not_write_is_named(tmp_path: Path, monkeypatch: Any) -
     checkpoints = Checkpoints(tmp_path, timeout=0.1)
     checkpoints.save(1, small_model())
     checkpoints.wait()
-    assert "rank 0 had not written its file after 0 s" in checkpoints.failed[1]
+    assert "had not written their files after 0 s: 0" in checkpoints.failed[1]
     assert not list(tmp_path.glob("step-*"))

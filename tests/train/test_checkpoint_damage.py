@@ -144,7 +144,7 @@ def test_if_all_checkpoints_are_damaged_nothing_is_changed(directory: Path) -> N
     for path in directory.glob("step-*/rank0.safetensors"):
         flip(path)
     model = constant_model(7)
-    with pytest.raises(UsageError, match=r"no complete .*: step-00000001 is damaged: rank0"):
+    with pytest.raises(UsageError, match=r"no complete .*\. step-00000001 is damaged: rank0"):
         Checkpoints(directory).load(model)
     assert torch.equal(model.weight, constant_model(7).weight)
 

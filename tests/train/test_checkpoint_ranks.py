@@ -99,7 +99,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_three_ranks_and_on_one(tmp_path: Pat
     assert three[2][2] not in drawn
     assert [result[3] for result in three[:2]] == [[], []]
     [note] = three[2][3]
-    assert note.startswith("rank 2: no saved state of the random number generators cpu, python")
+    assert note.startswith("rank 2: the random number generators cpu, python")
 
     values, next_values, first, notes, _, ranks, kinds = load_and_continue(None, directory)
     assert values == saved and next_values == following

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.train.checkpoint.format import Box, cover_problem
+from tutti.train.checkpoint.format import Box, coverage_error
 from tutti.train.checkpoint.save import assign_writers
 from tutti.world.errors import RanksDiffer
 
@@ -101,7 +101,7 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 @given(grids())
 def test_a_grid_covers_its_tensor(grid: tuple[tuple[int, ...], list[Box]]) -> None:
-    assert cover_problem(*grid) is None
+    assert coverage_error(*grid) is None
 
 
 @given(grids(), st.data())
@@ -119,6 +119,6 @@ def test_boxes_are_accepted_only_if_they_cover_every_element_once(
         count[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
     inside = count[tuple(slice(0, size) for size in shape)]
     covers = bool((inside == 1).all()) and count.sum() == inside.sum()
-    assert (cover_problem(shape, moved) is None) == covers
-    assert cover_problem(shape, [*boxes, boxes[0]]) is not None
-    assert cover_problem(shape, boxes[1:]) is not None
+    assert (coverage_error(shape, moved) is None) == covers
+    assert coverage_error(shape, [*boxes, boxes[0]]) is not None
+    assert coverage_error(shape, boxes[1:]) is not None

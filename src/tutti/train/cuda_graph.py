@@ -22,7 +22,7 @@ _ROWS = 1024
 
 
 class GraphRunner(Runner):
-    """Runs steps by replaying a graph of the whole step; incomplete batches run eagerly."""
+    """Runs steps by replaying a graph of the whole step. Incomplete batches run eagerly."""
 
     def __init__(
         self, step: Step, loader: Loader, schedule: TrainingSchedule, recipe: Recipe
@@ -117,4 +117,4 @@ def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
     }
     for requirement, met in requirements.items():
         if not met:
-            raise UsageError(f"--cuda-graph needs {requirement}: remove --cuda-graph otherwise")
+            raise UsageError(f"--cuda-graph needs {requirement}: otherwise leave out --cuda-graph")

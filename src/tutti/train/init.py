@@ -101,7 +101,7 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
         tokens = dataset.train.batch([0])[0]
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise UsageError(
-                f"--model gpt needs text, dataset {dataset.name} has no text: use --dataset stdlib"
+                f"--model gpt needs text, but dataset {dataset.name} has none: use --dataset stdlib"
             )
         return dataclasses.replace(
             architecture,
@@ -110,7 +110,7 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
             max_seq_len=max(architecture.max_seq_len, shape[0]),
         )
     if len(shape) != 3:
-        problem = f"this model needs images, dataset {dataset.name} has inputs of shape {shape}"
+        problem = f"this model needs images, but dataset {dataset.name} has inputs of shape {shape}"
         raise UsageError(f"{problem}: use another --dataset")
     # A user's own dataset has no number of classes, so --classes is used for it.
     sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
@@ -139,15 +139,15 @@ def load_dataset(recipe: Recipe) -> Dataset:
             return data.synthetic_text_dataset(options.seq_len, sizes.vocab_size)
         shape = (sizes.channels, options.pixels, options.pixels)
         return data.synthetic_dataset(shape, sizes.classes)
-    known = ("digits", "fashion-mnist", "cifar100", "stdlib", "text", "tokens", "synthetic")
-    return data.as_dataset(load_function(name, "--dataset", known)(), name)
+    names = ("digits", "fashion-mnist", "cifar100", "stdlib", "text", "tokens", "synthetic")
+    return data.as_dataset(load_function(name, "--dataset", names)(), name)
 
 
-def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], Any]:
-    """Import the function `package.module:function`; the current directory is also searched."""
+def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[[], Any]:
+    """Import the function `package.module:function`. The current directory is also searched."""
     module_name, colon, name = path.partition(":")
     if not colon:
-        hint = did_you_mean(path, known)
+        hint = did_you_mean(path, names)
         raise UsageError(
             f"{flag} {path}: {hint} Write your own function as package.module:function"
         )
@@ -156,8 +156,8 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
     try:
         function = getattr(importlib.import_module(module_name), name)
     except ModuleNotFoundError as error:
-        cure = "run the command in the directory of the module"
-        raise UsageError(f"{flag} {path}: {error}: {cure}") from None
+        cure = "Run the command in the directory of the module."
+        raise UsageError(f"{flag} {path}: {error}. {cure}") from None
     except AttributeError:
         raise UsageError(f"{flag} {path}: {module_name} has no {name}") from None
     if not callable(function):
@@ -168,10 +168,10 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
 def build_optimizer(
     model: nn.Module, options: Optimization, lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """Return SGD or AdamW for a model, fused if possible; weight decay applies to matrices only.
+    """Return SGD or AdamW for a model, fused if possible. Weight decay applies to matrices only.
 
-    `capturable`: the optimizer step will be part of a CUDA graph, so the learning rate must be a
-    tensor on the device, which the graph reads at each replay.
+    If `capturable`, the optimizer step will be part of a CUDA graph, so the learning rate must be
+    a tensor on the device, which the graph reads at each replay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.dim() >= 2]

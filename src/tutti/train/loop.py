@@ -68,14 +68,14 @@ class Runner:
         self.loader = loader
         self.schedule = schedule
         self.recipe = recipe
-        # Of the whole run, over all ranks; the learning rate is a function of this number.
+        # Number of samples in the run, over all ranks. The learning rate depends on this number.
         self.samples = 0
         self._batches: Iterator[Batch] | None = None
         self._rank_samples = 0
         self._input_seconds = 0.0
 
     def run(self, steps: int) -> Tensor:
-        """Run `steps` steps; returns this rank's part of each loss, as a tensor on the device."""
+        """Run `steps` steps. Return this rank's part of each loss, as a tensor on the device."""
         if self._batches is None:
             self._batches = self.loader.stream()
         losses = []
@@ -97,7 +97,7 @@ class Runner:
         self.loader.close()
 
     def take_counts(self) -> tuple[int, float]:
-        """Return this rank's samples, and its seconds of waiting for input, since the last call."""
+        """Return (samples, seconds of waiting for input) of this rank since the last call."""
         taken = self._rank_samples, self._input_seconds
         self._rank_samples, self._input_seconds = 0, 0.0
         return taken
@@ -193,7 +193,7 @@ class Trainer:
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
-        """The checkpoints of this run; the object is created by the first save or by --resume."""
+        """The checkpoints of this run. The first save or --resume creates the object."""
         from tutti.train.checkpoint import Checkpoints
 
         return Checkpoints(self.directory.checkpoints, keep=self.recipe.length.keep)
@@ -270,7 +270,7 @@ class Trainer:
         return Outcome(self._summary(loss), stopped and self._saves, failed)
 
     def _steps_to_next_event(self) -> int:
-        """Return the steps to the next sync, evaluation or checkpoint; equal on all ranks."""
+        """Return the number of steps to the next event. It is the same on all ranks."""
         length = self.recipe.length
         events = [self.schedule.steps, self.status_sync.next_at]
         events.append(self.step + self.loader.sampler.steps_left(self.loader.position))
@@ -308,7 +308,7 @@ class Trainer:
         progress.show(self.step, f"loss {status.losses[-1]:.4f}  {text}")
         if (warning := self.stragglers.warning()) is not None:
             progress.print(f"step {self.step}: {warning}")
-        # The rates of the steps from step 0 to the first status sync are not used: warm-up.
+        # The rates of the steps from step 0 to the first status sync are not used (warm-up).
         measured = self.recipe.batching.split == "measured" and status.first_step > 0
         if measured and all(rate > 0 for rate in status.rates):
             self.shares = measured_shares(status.rates, self.shares)
@@ -352,7 +352,7 @@ class Trainer:
         )
 
     def _resume(self) -> int:
-        """Load the last valid checkpoint; returns the number of samples trained on so far.
+        """Load the last valid checkpoint. Return the number of samples trained on so far.
 
         The number of ranks and the layout may differ from those of the checkpoint.
         """
@@ -387,7 +387,7 @@ class Trainer:
         return int(state["samples"])
 
     def _rng_mismatch(self, state: dict[str, Any]) -> str | None:
-        """Return why the saved state of the generators cannot be used; None if it can."""
+        """Return why the saved state of the generators cannot be used, or None if it can."""
         layout = self.schedule.layout
         if state["layout"] != str(layout):
             return f"the checkpoint was saved in layout {state['layout']}"
@@ -395,7 +395,7 @@ class Trainer:
         saved_axes = state.get("noise", ("dp", "shard"))
         changed = {*saved_axes} ^ {*rng_axes(self.engine.splits_sequence)}
         axes = [axis for axis in changed if layout.axes[axis] > 1]
-        return f"the saved run divided random numbers otherwise over {axes[0]}" if axes else None
+        return f"the saved run shared random numbers differently over {axes[0]}" if axes else None
 
     def _summary(self, loss: float) -> dict[str, Any]:
         world, device, score = self.world, self.world.device, self.score

@@ -23,7 +23,7 @@ def loader(
     data_on_device: bool = False,
     workers: int = 0,
 ) -> Loader:
-    """Return batches of `batch` samples per rank, on this rank's device; ranks share no samples.
+    """Return a Loader of `batch` samples per rank, on this rank's device. Ranks share no samples.
 
     `dataset` is a torch map-style dataset, a pair (inputs, targets) of tensors, or tutti's Samples.
     The order of samples depends on seed and epoch only. `state_dict()` returns the position in the
@@ -57,7 +57,7 @@ class Meter:
 
     meter = tutti.Meter(world)
     meter.add(loss.detach() * len(x), len(x))      # a sum and its count; does not synchronise
-    reading = meter.read()                         # collective; waits for the device
+    reading = meter.read()                         # all ranks must call it; waits for the device
     """
 
     def __init__(self, world: World) -> None:
@@ -70,7 +70,7 @@ class Meter:
         self._count += count
 
     def read(self) -> Reading:
-        """Return the mean over all ranks since the last reading. Collective."""
+        """Return the mean over all ranks since the last call. All ranks must call this method."""
         both = torch.stack([self._total, torch.full_like(self._total, self._count)])
         comm.all_reduce(both)
         total, count = both.tolist()

@@ -29,19 +29,19 @@ class Data:
     """Dataset: digits, fashion-mnist, cifar100, stdlib (source text of Python's standard library),
     text, tokens, synthetic, or package.module:function, a function that returns (train, test)."""
     data_dir: Path = Path("data")
-    """Directory of the dataset, also the download target; for text, a file."""
+    """Directory of the dataset and of downloads. For text, it may be a file."""
     download: bool = False
     """Download fashion-mnist or cifar100 into --data-dir if it is missing."""
     pixels: int = 28
     """Height and width of digits and synthetic images, in pixels."""
     seq_len: int = 256
-    """Tokens per sample of text."""
+    """Number of tokens per sample of text."""
     padded: bool = False
     """Targets of -100 are padding: the loss is the mean over all other targets of all ranks."""
     data_on_device: bool = False
     """Keep the whole dataset in device memory."""
     workers: int = 0
-    """Loader processes per rank, for datasets whose samples take long to produce in Python."""
+    """Number of loader processes per rank, for datasets that spend much time in Python."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Batching:
     """Samples per step: batch × accumulation × data-parallel ranks."""
 
     batch: int = 32
-    """Samples per rank and microbatch."""
+    """Number of samples per rank and microbatch."""
     accumulation: int | None = None
-    """Microbatches per step. Gradients are summed over replicas once per step; with shard they are
-    reduce-scattered after each microbatch. Default: 1; with pp, the larger of 2 × pp and the number
-    of pipeline stages."""
+    """Number of microbatches per step. Gradients are summed over replicas once per step; with shard
+    they are reduce-scattered after each microbatch. Default: 1; with pp, the larger of 2 × pp and
+    the number of pipeline stages."""
     global_batch: int | None = None
-    """Samples per step over all ranks. If set, --batch is ignored."""
+    """Number of samples per step over all ranks. If set, --batch is ignored."""
     split: str = "even"
     """How the samples of a step are divided among ranks: even, measured (slower ranks get fewer
     samples), or shares such as 2,1,1."""
@@ -68,7 +68,7 @@ class Optimization:
     """Optimizer and learning rate."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer; torch's fused kernel is used where available."""
+    """Optimizer. torch's fused kernel is used where available."""
     lr: float = 0.1
     """Peak learning rate, for a global batch of --lr-batch samples."""
     lr_scale: Literal["none", "linear", "sqrt"] = "none"
@@ -97,7 +97,7 @@ class Compute:
     """Precision, activation checkpointing and compilation."""
 
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
-    """Precision; bf16 and fp16 use autocast with float32 parameters (fp16 with a loss scaler)."""
+    """Precision. bf16 and fp16 use autocast with float32 parameters (fp16 with a loss scaler)."""
     checkpoint_activations: Recompute = "none"
     """Activations to recompute in backward: none, only those that are cheap to compute (selective),
     or all activations of each block (full)."""
@@ -168,13 +168,15 @@ def read_recipe(name: str) -> Recipe:
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise UsageError(f"--recipe {path}: {error.strerror}: check the path") from None
+        raise UsageError(
+            f"--recipe {path} cannot be read ({error.strerror}): check the path"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--recipe {path}: {error}") from None
     base = content.pop("base", None)
     if base not in RECIPES:
-        known = ", ".join(f'"{recipe}"' for recipe in RECIPES)
-        raise UsageError(f"--recipe {path}: base must be one of {known}, got {base!r}")
+        names = ", ".join(f'"{recipe}"' for recipe in RECIPES)
+        raise UsageError(f"--recipe {path}: base must be one of {names}, got {base!r}")
     recipe: Recipe = _apply(RECIPES[base], content, str(path), "")
     return recipe
 
@@ -201,11 +203,11 @@ def _apply(target: Any, values: dict[str, Any], where: str, prefix: str) -> Any:
     for key, value in values.items():
         if key not in hints:
             nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
-            raise UsageError(f"{where}: no key {prefix}{key}: did you mean {prefix}{nearest}?")
+            raise UsageError(f"{where} has no key {prefix}{key}: did you mean {prefix}{nearest}?")
         current = getattr(target, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, dict):
-                raise UsageError(f"{where}: {prefix}{key} is a section: write [{prefix}{key}]")
+                raise UsageError(f"{where}: {prefix}{key} is a section. Write [{prefix}{key}].")
             changes[key] = _apply(current, value, where, f"{prefix}{key}.")
         else:
             changes[key] = _checked(value, hints[key], f"{where}: {prefix}{key}")
@@ -216,7 +218,7 @@ def _apply(target: Any, values: dict[str, Any], where: str, prefix: str) -> Any:
 
 
 def _checked(value: Any, kind: Any, key: str) -> Any:
-    """Return a TOML value as the field's type; an integer is accepted for a float field."""
+    """Return a TOML value as the field's type. An integer is accepted for a float field."""
     if get_origin(kind) in (Union, UnionType):
         kinds = [member for member in get_args(kind) if member is not type(None)]
         if len(kinds) < len(get_args(kind)) and value == _NONE:

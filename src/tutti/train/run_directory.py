@@ -14,7 +14,7 @@ from tutti.world.world import World
 
 
 class RunDirectory:
-    """The files of one run. Rank 0 writes the common files, each rank its own metrics."""
+    """The files of one run. Rank 0 writes the common files; each rank writes its metrics."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,9 +22,9 @@ class RunDirectory:
         self.metrics = path / "metrics"
 
     def check(self, resume: bool) -> None:
-        """Refuse to overwrite a run, or to resume one that does not exist. Changes nothing."""
+        """Raise UsageError if a run would be overwritten, or if there is no run to resume."""
         if resume and not self.path.is_dir():
-            raise UsageError(f"--resume: there is no run in {self.path}: check --out")
+            raise UsageError(f"--resume found no run in {self.path}: check --out")
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file: choose another directory")
         if not resume and self.path.exists() and any(self.path.iterdir()):
@@ -37,8 +37,8 @@ class RunDirectory:
         try:
             self.metrics.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            reason = f"{error.strerror}: choose another directory"
-            raise UsageError(f"--out {self.path}: {reason}") from None
+            reason = f"cannot be created ({error.strerror})"
+            raise UsageError(f"--out {self.path} {reason}: choose another directory") from None
 
     def write(self, name: str, content: str) -> None:
         write_atomically(self.path / name, content)
@@ -65,9 +65,9 @@ def _git_state() -> dict[str, Any] | None:
     try:
         commit, changes = (
             subprocess.run(
-                ["git", *words], capture_output=True, text=True, check=True, timeout=10
+                ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
             ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -92,7 +92,7 @@ class Metrics:
                 self._board = SummaryWriter(str(tensorboard))
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of `step` and later, which a resumed run writes again."""
+        """Drop the lines of `step` and of later steps, which a resumed run writes again."""
         if not self.path.exists():
             return
         kept = []
@@ -104,7 +104,7 @@ class Metrics:
         write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, **values: float | int | str | None) -> None:
-        """Add a line; None means that a value is unknown."""
+        """Add a line. None means that a value is unknown."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         self._lines.append(json.dumps(line) + "\n")
         if self._board is not None:

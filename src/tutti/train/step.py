@@ -37,7 +37,7 @@ class Task:
     """Classification of samples, or of every token of a sample."""
 
     padded: bool = False
-    """Targets contain IGNORED."""
+    """Whether targets contain IGNORED."""
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of cross entropies in nats, computed in float32 or wider."""
@@ -85,7 +85,7 @@ class Step:
         clip: float | None = None,
         timer: StepTimer | None = None,
     ) -> None:
-        """`example`: one real sample, for microbatches in which this rank has no samples."""
+        """`example` is one real sample, for microbatches in which this rank has no samples."""
         self.engine = engine
         self.optimizer = optimizer
         self.task = task
@@ -104,7 +104,7 @@ class Step:
             self._loss_sum = torch.compile(task.loss_sum)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Update the parameters; returns this rank's part of the mean loss, on the device."""
+        """Update the parameters. Return this rank's part of the mean loss, on the device."""
         mesh = self.engine.mesh
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
@@ -139,7 +139,7 @@ class Step:
 
 
 def as_model_dtype(inputs: Tensor, model: nn.Module) -> Tensor:
-    """Return inputs in the model's dtype: datasets have float32, a float64 model needs float64."""
+    """Return inputs in the model's dtype. Datasets have float32; a model may be float64."""
     if not inputs.is_floating_point():
         return inputs
     return inputs.to(next(model.parameters()).dtype)

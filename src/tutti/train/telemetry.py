@@ -48,15 +48,22 @@ class StepTimer:
     wait for each other inside forward or backward (sharded parameters, tp, pp, synchronised batch
     norms), this interval would include waiting, so the own time is unknown.
 
-    The same steps are measured on all ranks. The timer is a StepClock, whose methods engines call.
-    Recording a time does not wait for the device. On CUDA, a time is an event in the stream of the
-    step, so the interval also includes delays by a host that launches kernels too late.
+    The same steps are measured on all ranks. The timer implements the StepClock protocol; engines
+    call its methods. Recording a time does not wait for the device. On CUDA, a time is an event in
+    the stream of the step, so the interval also includes delays by a host that launches kernels too
+    late.
     """
 
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
-        """`own_time`: measure own times; requires that ranks wait for each other only after
-        backward. `forward_time`: also measure forward passes, for --split measured."""
-        self._device, self._known, self._measures_forward = device, own_time, forward_time
+        """If `own_time`, measure own times; ranks must wait for each other only after backward.
+
+        If `forward_time`, also measure forward passes, for --split measured.
+        """
+        self._device, self._measures_own_time, self._measures_forward = (
+            device,
+            own_time,
+            forward_time,
+        )
         self._stride = 1
         self._step = 0  # number of steps since the last status sync
         self._began: float | torch.cuda.Event | None = None
@@ -65,10 +72,10 @@ class StepTimer:
         self._forwards: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int) -> None:
-        """Start measuring; the next status sync is `steps` steps away."""
+        """Start measuring. The next status sync is `steps` steps away."""
         self._stride = -(-steps // MAX_MEASURED)
         self._step = 0
-        self._began = self._mark() if self._known else None
+        self._began = self._mark() if self._measures_own_time else None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -92,7 +99,7 @@ class StepTimer:
             self._measured.append((self._step, self._began, self._backward_ended))
         self._step += 1
         self._began = self._backward_ended = None
-        if self._known and self._step % self._stride == 0:
+        if self._measures_own_time and self._step % self._stride == 0:
             self._began = self._mark()
 
     def take(self) -> list[tuple[int, float]]:
@@ -134,7 +141,7 @@ def _seconds(began: Any, ended: Any) -> float:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of all ranks at a status sync; identical on every rank."""
+    """The state of all ranks at a status sync. It is identical on every rank."""
 
     first_step: int
     losses: tuple[float, ...]
@@ -167,7 +174,7 @@ class StatusSync:
         self.restart_clock()
 
     def add(self, losses: Tensor, busy_seconds: float) -> None:
-        """Record the losses of steps (this rank's part of the means); does not synchronise."""
+        """Record this rank's parts of the mean losses of steps, without waiting for the device."""
         self._losses.append(losses)
         self._busy_seconds += busy_seconds
 
@@ -177,7 +184,7 @@ class StatusSync:
         self.timer.begin(self.next_at - self._first)
 
     def sync(self, rank_samples: int) -> Status:
-        """Exchange the status. Only here does the training loop wait for the device."""
+        """Exchange the status. Only this method of the training loop waits for the device."""
         losses = torch.cat(self._losses).double().tolist() if self._losses else []
         now = time.perf_counter()
         own = self.timer.take()
@@ -214,8 +221,8 @@ class StatusSync:
         )
         self._first += steps
         # The interval at most doubles, as the first steps (compilation, warm-up) are not typical.
-        in_time = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
-        self.next_at = self._first + max(1, min(_MAX_SYNC_STEPS, 2 * steps, in_time))
+        steps_in_interval = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
+        self.next_at = self._first + max(1, min(_MAX_SYNC_STEPS, 2 * steps, steps_in_interval))
         self._losses, self._busy_seconds, self._since = [], 0.0, time.perf_counter()
         return status
 
@@ -228,7 +235,7 @@ class StatusSync:
 
 
 class Throughput:
-    """Samples and tokens per second and MFU; the first sync (compilation, warm-up) is left out."""
+    """Computes samples and tokens per second and MFU, without the first sync (warm-up)."""
 
     def __init__(self, world: World, precision: str, architecture: Any, seq_len: int) -> None:
         self._world, self._seq_len = world, seq_len
@@ -245,7 +252,7 @@ class Throughput:
         self.samples_per_s: float | None = None
 
     def describe(self, status: Status, samples: int) -> str:
-        """Add the samples of one sync; returns the text for the progress line."""
+        """Add the samples of one sync. Return the text for the progress line."""
         rate = samples / status.seconds
         if self.samples_per_s is None:
             self.samples_per_s = rate  # replaced if a second sync follows
@@ -280,9 +287,9 @@ class Throughput:
         return samples_per_s * self._seq_len * self._token_flops / (devices * self._peak[0])
 
 
-_WINDOW_STEPS = 20  # measured steps that a straggler warning is based on
-_MIN_WAIT_FRACTION = 0.1  # warn only if ranks wait at least this fraction of a step,
-_MIN_LATE_FRACTION = 0.75  # and in at least this fraction of the steps in the window
+_WINDOW_STEPS = 20  # number of measured steps that a straggler warning is based on
+_MIN_WAIT_FRACTION = 0.1  # minimum waiting time for a warning, as a fraction of a step
+_MIN_LATE_FRACTION = 0.75  # minimum fraction of steps in the window in which the rank is late
 _QUIET_STEPS = 1000  # steps between two warnings
 
 
@@ -295,19 +302,19 @@ class Stragglers:
         self._quiet_until = 0
 
     def add(self, status: Status) -> list[float | None]:
-        """Return the fraction of a step that each rank spends waiting; None if unknown.
+        """Return the fraction of a step that each rank spends waiting, or None if it is unknown.
 
         The first status is not counted: it covers warm-up, which ranks begin at different times.
         """
         ranks = len(status.rates)
         if ranks == 1:
             return [0.0]
-        known = [(step, own) for step, own in status.own_seconds if all(map(math.isfinite, own))]
-        if status.first_step == self._first or not known:
+        measured = [(step, own) for step, own in status.own_seconds if all(map(math.isfinite, own))]
+        if status.first_step == self._first or not measured:
             return [None] * ranks
         seconds = status.seconds / len(status.losses)
-        self._window.extend((step, own, seconds) for step, own in known)
-        waits = [fmean(max(own) - own[rank] for _, own in known) for rank in range(ranks)]
+        self._window.extend((step, own, seconds) for step, own in measured)
+        waits = [fmean(max(own) - own[rank] for _, own in measured) for rank in range(ranks)]
         return [min(1.0, wait / seconds) for wait in waits]
 
     def warning(self) -> str | None:

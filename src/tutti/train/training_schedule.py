@@ -62,7 +62,7 @@ class TrainingSchedule:
         )
 
     def describe(self) -> list[str]:
-        """Return the values as text, one line each with its reason."""
+        """Return a line of text for each value, with its reason."""
         return [
             f"layout {self.layout}: {self.reasons['layout']}",
             f"global batch {self.global_batch}: {self.reasons['global_batch']}",
@@ -74,7 +74,7 @@ class TrainingSchedule:
 
 
 def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
-    """Derive the schedule of a recipe; raises UsageError if values contradict each other."""
+    """Derive the schedule of a recipe. Raise UsageError if values contradict each other."""
     batching, length = recipe.batching, recipe.length
     _check_numbers(recipe)
     layout = layout_of(recipe.parallel.layout, ranks)
@@ -95,7 +95,7 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
         lower = global_batch // divisor * divisor
         nearest = f"{lower} or {lower + divisor}" if lower else str(divisor)
         raise UsageError(
-            f"--global-batch {global_batch} does not divide by {ranks_text} × accumulation "
+            f"--global-batch {global_batch} is not divisible by {ranks_text} × accumulation "
             f"{accumulation} = {divisor}: use {nearest}"
         )
     if batching.drop_last and global_batch > samples:
@@ -162,8 +162,8 @@ def _check_layout(recipe: Recipe, layout: Layout) -> None:
         )
     if recipe.batching.split != "even":
         raise UsageError(
-            f"--split {recipe.batching.split} works with replicas only, layout {layout} divides "
-            f"batches evenly: {leave_out('split', 'even')}"
+            f"--split {recipe.batching.split} works with replicas only, but layout {layout} "
+            f"divides batches evenly: {leave_out('split', 'even')}"
         )
 
 

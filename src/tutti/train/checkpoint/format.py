@@ -124,7 +124,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def read_index(directory: Path) -> Index:
-    """Read the index of a checkpoint; raises Damaged if its checksum or its content is wrong."""
+    """Read the index of a checkpoint. Raise Damaged if its checksum or its content is wrong."""
     lines = _read_text(directory / SUMS).decode(errors="replace").split("\n")
     matches = [_SUM_LINE.fullmatch(line) for line in lines[:-1]]
     sums = {match[2]: match[1] for match in matches if match}
@@ -164,9 +164,9 @@ def _check_index(index: Index, files: Collection[str]) -> None:
             boxes.append(Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])))
             if chunk["file"] not in files or not isinstance(chunk["key"], str):
                 raise ValueError(f"{name} is in {chunk['file']!r}, which is not listed in files")
-        problem = cover_problem(tuple(tensor["shape"]), boxes)
+        problem = coverage_error(tuple(tensor["shape"]), boxes)
         if problem or tensor["dtype"] not in DTYPES:
-            raise ValueError(f"{name}: {problem or tensor['dtype']}")
+            raise ValueError(f"{name}: {problem or 'unknown dtype'}")
 
 
 def _check_counts(values: Sequence[Any]) -> None:
@@ -175,8 +175,8 @@ def _check_counts(values: Sequence[Any]) -> None:
             raise ValueError(f"{value!r} is not a count")
 
 
-def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Return why boxes are not a grid that covers a shape exactly once; None if they are.
+def coverage_error(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Return why boxes are not a grid that covers a shape exactly once, or None if they are.
 
     DTensor divides each dim separately, so its shards always form a grid.
     """
@@ -225,7 +225,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading; refuse links and pipes (reading a pipe may block)."""
+    """Open a regular file for reading. Refuse links, and pipes, because reading may block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tutti import comm
-from tutti.train.checkpoint import format as disk
+from tutti.train.checkpoint import format as checkpoint_format
 from tutti.train.checkpoint import training_state
 from tutti.train.checkpoint.format import Box, Index
 from tutti.train.checkpoint.training_state import TrainingState
 from tutti.world.errors import UsageError
 
-_MAX_NAMES = 3  # tensors, or problems, that a message names
+_MAX_NAMES = 3  # maximum number of tensors, or of problems, in a message
 # After reading this many bytes the files are closed, which releases their mapped pages.
 _MAX_MAPPED_BYTES = 256 << 20
 
@@ -37,7 +37,7 @@ class Loaded:
 
 
 def this_rank() -> int:
-    """Return the rank of this process; 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -47,16 +47,19 @@ def print_on_rank_0(text: str) -> None:
 
 
 def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng: bool) -> Loaded:
-    """Load a checkpoint in place: the implementation of `Checkpoints.load`. Collective."""
+    """Load a checkpoint in place. This function implements `Checkpoints.load`."""
     path, index = _newest_complete(directory, step)
     saved = index["tensors"]
     targets = state.model_tensors()
     _refuse_mismatch(path, index, dict(targets), state.optimizer)
     notes = []
-    dtypes = {name: (disk.DTYPES[saved[name]["dtype"]], value.dtype) for name, value in targets}
+    dtypes = {
+        name: (checkpoint_format.DTYPES[saved[name]["dtype"]], value.dtype)
+        for name, value in targets
+    }
     if converted := [name for name, (old, new) in dtypes.items() if old != new]:
         old, new = dtypes[converted[0]]
-        notes.append(f"{_join_names(converted)} converted from {old} to {new}")
+        notes.append(f"converted {_join_names(converted)} from {old} to {new}")
     slots = state.empty_slots(saved)
     slot_tensors = [pair for tensors in slots.values() for pair in tensors.items()]
     _read_tensors(path, index, targets + slot_tensors)
@@ -67,15 +70,17 @@ def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng
 
 
 def _newest_complete(directory: Path, step: int | None) -> tuple[Path, Index]:
-    steps = comm.gather_json(disk.saved_steps(directory))[0]
+    steps = comm.gather_json(checkpoint_format.saved_steps(directory))[0]
     if (step is not None and step not in steps) or not steps:
-        missing = "no checkpoint" if step is None else f"no {disk.step_name(step)}"
-        existing = f" (there is {', '.join(map(disk.step_name, steps))})" if steps else ""
+        missing = "no checkpoint" if step is None else f"no {checkpoint_format.step_name(step)}"
+        existing = (
+            f" (there is {', '.join(map(checkpoint_format.step_name, steps))})" if steps else ""
+        )
         raise UsageError(f"{missing} in {directory}{existing}: start without resuming")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     reason = ""
     for candidate in reversed(steps) if step is None else [step]:
-        path = directory / disk.step_name(candidate)
+        path = directory / checkpoint_format.step_name(candidate)
         index = verify(path, this_rank(), ranks)
         problems = [p for p in comm.gather_json(index if isinstance(index, str) else None) if p]
         if not problems and not isinstance(index, str):
@@ -83,17 +88,17 @@ def _newest_complete(directory: Path, step: int | None) -> tuple[Path, Index]:
         reason = f"{path.name} is damaged: {problems[0]}"
         if step is None:
             print_on_rank_0(f"checkpoint {reason}; trying the previous checkpoint")
-    raise UsageError(f"no complete checkpoint in {directory}: {reason}")
+    raise UsageError(f"no complete checkpoint in {directory}. {reason}")
 
 
 def verify(path: Path, rank: int, ranks: int) -> Index | str:
-    """Verify the index and this rank's share of the files; returns the index, or the problem."""
+    """Verify the index and this rank's share of the files. Return the index or the problem."""
     try:
-        index = disk.read_index(path)
+        index = checkpoint_format.read_index(path)
         largest_first = sorted(index["files"], key=lambda name: -index["files"][name]["bytes"])
-        disk.check_tensor_files(path, index, largest_first[rank::ranks])
+        checkpoint_format.check_tensor_files(path, index, largest_first[rank::ranks])
         return index
-    except (disk.Damaged, OSError) as error:
+    except (checkpoint_format.Damaged, OSError) as error:
         return str(error)
 
 
@@ -103,18 +108,21 @@ def _refuse_mismatch(
     targets: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Raise UsageError on all ranks if the checkpoint is of another model or optimizer."""
+    """Raise UsageError on all ranks if the checkpoint belongs to another model or optimizer."""
     saved, options = index["tensors"], index["optimizer"]
     missing = [name for name in targets if name not in saved]
     problems = [f"the checkpoint has no {_join_names(missing)}"] if missing else []
     for name, tensor in targets.items():
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if name in saved:
-            dtype, shape = disk.DTYPES[saved[name]["dtype"]], tuple(saved[name]["shape"])
+            dtype, shape = (
+                checkpoint_format.DTYPES[saved[name]["dtype"]],
+                tuple(saved[name]["shape"]),
+            )
         convertible = dtype.is_floating_point and tensor.dtype.is_floating_point
         if shape != tuple(tensor.shape) or (dtype != tensor.dtype and not convertible):
             problems.append(
-                f"{_join_names([name])} is {dtype} {shape} in the checkpoint, "
+                f"{_join_names([name])} is {dtype} {shape} in the checkpoint, but "
                 f"{tensor.dtype} {tuple(tensor.shape)} in the model"
             )
     if optimizer is not None:
@@ -123,18 +131,18 @@ def _refuse_mismatch(
         if options is not None:
             before = f"{options['kind']} with {len(options['groups'])} parameter groups"
         if before != current:
-            problems.append(f"the checkpoint has {before}, the run has {current}")
+            problems.append(f"the checkpoint has {before}, but the run has {current}")
     gathered = comm.gather_json([[*targets], problems[:_MAX_NAMES]])
     expected = {name for names, _ in gathered for name in names}
     extra = [name for name in saved if name.startswith("model.") and name not in expected]
     problems = [problem for _, rank_problems in gathered for problem in rank_problems]
     if extra:
-        problems.append(f"the checkpoint has {_join_names(extra)}, the model does not")
+        problems.append(f"the checkpoint has {_join_names(extra)}, but the model does not")
     if problems:
         raise UsageError(
             f"{path} does not fit this model or optimizer: "
-            f"{'; '.join([*dict.fromkeys(problems)][:_MAX_NAMES])}: use the recipe of the saved "
-            "run, or another directory"
+            f"{'; '.join([*dict.fromkeys(problems)][:_MAX_NAMES])}. Use the recipe of the saved "
+            "run, or another directory."
         )
 
 
@@ -160,7 +168,7 @@ def _read_tensors(path: Path, index: Index, targets: list[tuple[str, torch.Tenso
             if mapped_bytes > _MAX_MAPPED_BYTES:
                 files, mapped_bytes = {}, 0
             if chunk["file"] not in files:
-                files[chunk["file"]] = disk.open_tensors(path / chunk["file"])
+                files[chunk["file"]] = checkpoint_format.open_tensors(path / chunk["file"])
             source = files[chunk["file"]].get_slice(chunk["key"])[_slices(spans, chunk_box)]
             local[_slices(spans, box)].copy_(source)
             mapped_bytes += source.nbytes
@@ -173,12 +181,12 @@ def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
 
 
 def _restore_rng(path: Path, index: Index) -> list[str]:
-    """Restore this rank's random number generators; seed generators without a saved state."""
+    """Restore this rank's random number generators. Seed generators without a saved state."""
     rank = this_rank()
     state, absent = {}, []
     for name, current in training_state.rng_state().items():
         saved = index["tensors"].get(f"rng.{rank}.{name}")
-        kind = (disk.DTYPE_NAMES[current.dtype], [*current.shape])
+        kind = (checkpoint_format.DTYPE_NAMES[current.dtype], [*current.shape])
         if saved is not None and (saved["dtype"], saved["shape"]) == kind:
             state[name] = current
         else:
@@ -188,8 +196,8 @@ def _restore_rng(path: Path, index: Index) -> list[str]:
     if absent:
         seed = training_state.seed_all("tutti.checkpoint", index["step"], rank)
         notes = [
-            f"rank {rank}: no saved state of the random number generators {', '.join(absent)}: "
-            f"seeded with {seed}"
+            f"rank {rank}: the random number generators {', '.join(absent)} have no saved state; "
+            f"they were seeded with {seed}"
         ]
     training_state.set_rng_state(state)
     return notes

@@ -8,10 +8,10 @@ rename is atomic: a checkpoint is complete or does not exist.
 
 The threads communicate through the file system only: a collective in a thread would interleave
 with the collectives of the training. A rank whose save fails removes the folder; the other ranks
-then find no folder, so their saves fail as well. Beside complete checkpoints, the directory has:
+then find no folder, so their saves fail as well. The directory also contains:
 
     step-00000120.<hex>.tmp   a checkpoint that is being written or removed; never loaded
-    step-00000120.superseded  a later step than the step from which the run resumed; never loaded
+    step-00000120.superseded  a checkpoint after the step that the run resumed from; never loaded
     .writer                   the token of the run that writes to this directory
 """
 
@@ -35,7 +35,7 @@ from torch import nn
 from tutti import comm
 from tutti.machine.environment import versions
 from tutti.measure.files import write_atomically
-from tutti.train.checkpoint import format as disk
+from tutti.train.checkpoint import format as checkpoint_format
 from tutti.train.checkpoint.format import Box, Index, SavedTensor
 from tutti.train.checkpoint.load import Loaded, load_checkpoint, print_on_rank_0, this_rank
 from tutti.train.checkpoint.training_state import (
@@ -93,7 +93,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, oldest first, as found by rank 0."""
-        steps: list[int] = comm.gather_json(disk.saved_steps(self.directory))[0]
+        steps: list[int] = comm.gather_json(checkpoint_format.saved_steps(self.directory))[0]
         return steps
 
     def save(
@@ -105,12 +105,12 @@ class Checkpoints:
         *,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """Save the current state of the training; returns when a snapshot is taken.
+        """Save the current state of the training. Return when a snapshot is taken.
 
         state: any JSON values to restore (number of samples, position in the data, scaler, …); the
         values of rank 0 are saved. The random number generators of every rank are also saved.
-        aliases: for parameters that are copies (a tied embedding on the last pipeline stage), the
-        name of the copy → the name of the original, under which the parameter is saved once.
+        aliases: maps the name of each parameter that is a copy (a tied embedding on the last stage)
+        to the name of the original. The parameter is saved once, under the original name.
         """
         saved_state = json.loads(json.dumps(dict(state or {})))
         training_state = TrainingState(model, optimizer, aliases or {})
@@ -135,7 +135,7 @@ class Checkpoints:
             self._tensors = assign_writers(comm.gather_json(shards))
             self._shards = shards
         index: Index = {
-            "schema": disk.SCHEMA,
+            "schema": checkpoint_format.SCHEMA,
             "step": step,
             "ranks": len(gathered),
             "versions": versions(),
@@ -149,12 +149,12 @@ class Checkpoints:
         self._pending = step, self._thread.submit(self._write, path, rank, index, copied)
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks; `failed` has the reason if it failed."""
+        """Wait until the last save has ended on all ranks. `failed` has the reason of a failure."""
         if self._pending is not None:
             self._report(comm.gather_json(self._wait_for_thread()))
 
     def close(self) -> None:
-        """Stop the thread. Not collective: a save that still waits for other ranks is abandoned."""
+        """Stop this rank's thread. A save that still waits for other ranks is abandoned."""
         self._stop.set()
         self._thread.shutdown()
 
@@ -186,10 +186,10 @@ class Checkpoints:
         self.close()
 
     def _create_folder(self, step: int) -> tuple[str | None, str | None]:
-        """On rank 0, create the folder of a save; returns its name, or the error.
+        """On rank 0, create the folder of a save. Return (name, None) or (None, error).
 
         The first save makes this run the only writer: the save of an earlier run that is still
-        alive fails, because its folder is gone or `.writer` has another token.
+        alive fails, because its folder is removed or `.writer` has another token.
         """
         try:
             if not self._claimed:
@@ -198,7 +198,7 @@ class Checkpoints:
                     _remove(self.directory / name)
                 write_atomically(self.directory / ".writer", self._token)
                 self._claimed = True
-            folder = self.directory / f"{disk.step_name(step)}.{self._token}.tmp"
+            folder = self.directory / f"{checkpoint_format.step_name(step)}.{self._token}.tmp"
             _remove(folder)
             folder.mkdir(mode=0o700)
             return folder.name, None
@@ -217,7 +217,7 @@ class Checkpoints:
         copied: torch.cuda.Event | None = None
         for name, tensor in self._tensors.items():
             for chunk in tensor["chunks"]:
-                if chunk["file"] != disk.tensor_file_name(rank):
+                if chunk["file"] != checkpoint_format.tensor_file_name(rank):
                     continue
                 local = local_shard(source[name])[0]
                 host = previous.pop(chunk["key"], None)
@@ -231,7 +231,7 @@ class Checkpoints:
         return copied
 
     def _wait_for_thread(self) -> str | None:
-        """Wait until this rank's save has ended; returns why it failed, or None."""
+        """Wait until this rank's save has ended. Return why it failed, or None."""
         error = self._pending[1].exception() if self._pending else None
         return None if error is None else str(error)
 
@@ -244,9 +244,15 @@ class Checkpoints:
 
     def _fail(self, step: int, reason: str) -> None:
         self.failed[step] = reason
-        steps = disk.saved_steps(self.directory)
-        newest = f"{disk.step_name(steps[-1])} is the newest" if steps else "no earlier one exists"
-        print_on_rank_0(f"checkpoint {disk.step_name(step)} was not written: {reason}; {newest}")
+        steps = checkpoint_format.saved_steps(self.directory)
+        newest = (
+            f"{checkpoint_format.step_name(steps[-1])} is the newest"
+            if steps
+            else "no earlier one exists"
+        )
+        print_on_rank_0(
+            f"checkpoint {checkpoint_format.step_name(step)} was not written: {reason}; {newest}"
+        )
 
     # The methods below run in the background thread.
 
@@ -265,11 +271,14 @@ class Checkpoints:
             raise OSError(_OTHER_RANK_FAILED if removed_by_other else reason) from error
 
     def _write_tensors(self, folder: Path, rank: int, optimizer: dict[str, Any] | None) -> None:
-        path = folder / disk.tensor_file_name(rank)
+        path = folder / checkpoint_format.tensor_file_name(rank)
         save_file(self._snapshot, path)
-        note = {"file": disk.record_of(path), "values": optimizer["values"] if optimizer else {}}
-        disk.sync_path(path)
-        disk.sync_path(folder)
+        note = {
+            "file": checkpoint_format.record_of(path),
+            "values": optimizer["values"] if optimizer else {},
+        }
+        checkpoint_format.sync_path(path)
+        checkpoint_format.sync_path(folder)
         # The note must not be visible before the tensor file is on the disk.
         write_atomically(_note(folder, rank), json.dumps(note))
 
@@ -285,42 +294,42 @@ class Checkpoints:
             if time.monotonic() > deadline:
                 few = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
                 raise OSError(
-                    f"rank {few} had not written its file after {self._timeout:.0f} s: is "
-                    f"{self.directory} the same directory on all nodes?"
+                    f"these ranks had not written their files after {self._timeout:.0f} s: {few}. "
+                    f"Is {self.directory} the same directory on all nodes?"
                 )
             time.sleep(_POLL_SECONDS)
 
     def _complete(self, folder: Path, index: Index) -> None:
         for rank, note in enumerate(self._wait_for_notes(folder, index["ranks"])):
-            index["files"][disk.tensor_file_name(rank)] = note["file"]
+            index["files"][checkpoint_format.tensor_file_name(rank)] = note["file"]
             if index["optimizer"] is not None:
                 index["optimizer"]["values"].update(note["values"])
             _note(folder, rank).unlink()
-        disk.write_index(folder, index)
-        disk.sync_path(folder)
+        checkpoint_format.write_index(folder, index)
+        checkpoint_format.sync_path(folder)
         if (self.directory / ".writer").read_text() != self._token:
             raise OSError(f"another run has begun to write to {self.directory}")
-        final = self.directory / disk.step_name(index["step"])
+        final = self.directory / checkpoint_format.step_name(index["step"])
         if final.exists():
             _supersede(final)
         os.rename(folder, final)
-        disk.sync_path(self.directory)
+        checkpoint_format.sync_path(self.directory)
         with contextlib.suppress(OSError):  # the checkpoint is complete; the next save prunes again
             self._prune(index["step"])
 
     def _prune(self, step: int) -> None:
-        """After `step` is saved, remove all but the newest checkpoints up to this step.
+        """After `step` has been saved, keep only the newest of the checkpoints up to `step`.
 
-        A checkpoint of a later step was damaged, or was written before the run resumed from an
-        earlier step. The next start must not load such a checkpoint, so it gets another name.
+        If a checkpoint of a later step exists, it is damaged, or it was written before the run
+        resumed from an earlier step. It is renamed, because the next start must not load it.
         """
-        steps = disk.saved_steps(self.directory)
+        steps = checkpoint_format.saved_steps(self.directory)
         for later in (other for other in steps if other > step):
-            _supersede(self.directory / disk.step_name(later))
-        _remove(self.directory / f"{disk.step_name(step)}.superseded")
+            _supersede(self.directory / checkpoint_format.step_name(later))
+        _remove(self.directory / f"{checkpoint_format.step_name(step)}.superseded")
         earlier = [other for other in steps if other <= step]
         for old in earlier[: -self._keep if self._keep else 0]:
-            _remove(self.directory / disk.step_name(old))
+            _remove(self.directory / checkpoint_format.step_name(old))
 
 
 def _note(folder: Path, rank: int) -> Path:
@@ -328,7 +337,7 @@ def _note(folder: Path, rank: int) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; errors while removing a folder are ignored."""
+    """Remove a file or folder. Errors while removing a folder are ignored."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -350,17 +359,17 @@ def describe_shards(
 ) -> dict[str, dict[str, Any]]:
     """Describe this rank's shards as JSON. A shard without elements has no box.
 
-    buffers: tensors whose values may differ between ranks (statistics of a batch norm): the first
-    rank's values are saved, as DDP broadcasts the buffers of the first rank.
+    The values of `buffers` may differ between ranks (statistics of a batch norm). The first rank's
+    values are saved, as DDP broadcasts the buffers of the first rank.
     """
     shards = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in disk.DTYPE_NAMES or tensor.layout != torch.strided:
+        if tensor.dtype not in checkpoint_format.DTYPE_NAMES or tensor.layout != torch.strided:
             kind = f"{tensor.dtype} ({tensor.layout})"
             raise UsageError(f"checkpoints cannot hold {name}: {kind} is not a dense tensor")
         local, box = local_shard(tensor)
         shards[name] = {
-            "dtype": disk.DTYPE_NAMES[tensor.dtype],
+            "dtype": checkpoint_format.DTYPE_NAMES[tensor.dtype],
             "shape": [*tensor.shape],
             "box": box if local.numel() else None,
             "buffer": name in buffers,
@@ -381,7 +390,7 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
             first = tensors.setdefault(name, tensor)
             if first != tensor:
                 raise RanksDiffer(
-                    f"{name} is {tensor['dtype']} {tensor['shape']} on rank {rank}, "
+                    f"{name} is {tensor['dtype']} {tensor['shape']} on rank {rank}, but "
                     f"{first['dtype']} {first['shape']} on others"
                 )
             if shard["box"] is not None:
@@ -395,8 +404,10 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
     for (name, box), box_holders in largest_first:
         tensor = tensors[name]
         writer = min(box_holders, key=lambda rank: assigned_bytes[rank])
-        assigned_bytes[writer] += math.prod(box.sizes) * disk.DTYPES[tensor["dtype"]].itemsize
-        key, file = name, disk.tensor_file_name(writer)
+        assigned_bytes[writer] += (
+            math.prod(box.sizes) * checkpoint_format.DTYPES[tensor["dtype"]].itemsize
+        )
+        key, file = name, checkpoint_format.tensor_file_name(writer)
         if [*box.sizes] != tensor["shape"]:
             spans = zip(box.offsets, box.sizes, strict=True)
             key += f"[{','.join(f'{start}:{start + size}' for start, size in spans)}]"
@@ -405,6 +416,6 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
             {"offsets": box.offsets, "sizes": box.sizes, "file": file, "key": key}
         )
     for name, tensor in tensors.items():
-        if problem := disk.cover_problem(tuple(tensor["shape"]), boxes[name]):
+        if problem := checkpoint_format.coverage_error(tuple(tensor["shape"]), boxes[name]):
             raise RanksDiffer(f"the ranks' shards of {name} do not form one tensor: {problem}")
     return tensors

@@ -4,7 +4,7 @@
     optimizer.<name>.<slot>    the optimizer's state of a parameter, such as exp_avg
     rng.<rank>.<generator>     random number generators of each rank
 
-Names are those of the unwrapped model: DDP, DataParallel, torch.compile and activation
+Names are the names in the unwrapped model: DDP, DataParallel, torch.compile and activation
 checkpointing do not change names, so a checkpoint of one engine loads into another engine.
 """
 
@@ -35,8 +35,8 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise UsageError(
-            f"a tensor of shape {shape} has {len(chunks)} shards on one rank: checkpoints support "
-            "one, as with the placements Shard and Replicate"
+            f"a tensor of shape {shape} has {len(chunks)} shards on one rank, but checkpoints "
+            "support only one, as with the placements Shard and Replicate"
         )
     local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.detach(), Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
@@ -61,17 +61,19 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     aliases: Mapping[str, str]
-    """Name of a parameter that is a copy → name of the original, under which it is saved once."""
+    """Maps the name of each parameter that is a copy to the name of the original."""
 
     def model_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters and persistent buffers with their names, without cloning.
 
-        A tensor that several modules share appears once; a copy has the name of its original.
+        A tensor that several modules share appears once. A copy has the name of its original.
         """
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if not isinstance(value, torch.Tensor):
-                raise UsageError(f"checkpoints hold tensors: {name} is {type(value).__name__}")
+                raise UsageError(
+                    f"checkpoints hold only tensors, but {name} is {type(value).__name__}"
+                )
             tensors.setdefault(id(value), (f"model.{self._saved_name(name)}", value.detach()))
         return [*tensors.values()]
 
@@ -194,7 +196,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Restore generators to what `rng_state` returned; a generator not in `state` is unchanged."""
+    """Restore the states that `rng_state` returned. Generators not in `state` are unchanged."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "python" in state:
@@ -209,7 +211,7 @@ def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def seed_all(*source: object) -> int:
-    """Seed all generators from a hash of `source`; returns the seed."""
+    """Seed all generators from a hash of `source`. Return the seed."""
     seed = mixed_seed(*source) % (1 << 32)  # numpy takes 32 bits
     random.seed(seed)
     np.random.seed(seed)
