@@ -64,7 +64,7 @@ def test_only_the_slow_link_is_named(three_hosts: Network, tmp_path: Path) -> No
     (finding,) = content["findings"]
     assert finding["what"] == "the link of host n2, sending and receiving", output
     assert finding["verdict"] == "bad"
-    assert finding["causes"][0] == "observed: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
+    assert finding["causes"][0] == "observed: tc limits eth0 of n2 (tbf, 200 Mbit/s)"
     verdicts = {(row["src"], row["dst"]): row["verdict"] for row in content["pairs"]}
     assert verdicts == {
         (0, 1): "bad", (1, 0): "bad", (1, 2): "bad", (2, 1): "bad",

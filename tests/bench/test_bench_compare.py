@@ -91,7 +91,9 @@ def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run([*command, "--json", str(tmp_path / "c.json")]) == 0
     output = capsys.readouterr()
     assert "slower" in output.out and "bytes 1024" in output.out and "bytes 2048" not in output.out
-    assert "# 1 slower, 1 same" in output.out and "other environment: host: a → b" in output.err
+    assert (
+        "# 1 slower, 1 same" in output.out and "the environment differs (host: a → b)" in output.err
+    )
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["schema"] == "tutti.bench.compare/1"
     assert [row["verdict"] for row in content["rows"]] == ["slower", "same"]

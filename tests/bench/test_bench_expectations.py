@@ -35,18 +35,18 @@ LONG = ["--budget", "1000", "--device", "cpu"]
         ("collectives", "time_us.p05 = { max = 3 }", "'time_us.p05': did you mean time_us.p95?"),
         ("collectives", "gbs_uni = { min = 3 }", "bench collectives has no 'gbs_uni'"),
         ("collectives", 'op = "all_redcue"', "no op 'all_redcue': did you mean all_reduce?"),
-        ("collectives", 'op = ["all_reduce", 3]', "op = all_reduce or 3: write a string"),
+        ("collectives", 'op = ["all_reduce", 3]', "op = all_reduce or 3 must be a string"),
         ("collectives", 'backend = "goo x16"', "no backend 'goo x16': did you mean gloo?"),
         ("collectives", 'dtype = "float23"', "no dtype 'float23': did you mean float32?"),
-        ("collectives", 'bytes = "64Q"', "bytes = '64Q' is not a number: write 64M or 1024"),
+        ("collectives", 'bytes = "64Q"', "bytes = '64Q' is not a number. Write 64M or 1024"),
         ("collectives", 'bytes = { min = "x" }', "bytes.min = 'x' is not a number"),
-        ("collectives", 'ranks = "two"', "ranks = 'two' is not a number: write a number"),
+        ("collectives", 'ranks = "two"', "ranks = 'two' is not a number. Write a number"),
         ("collectives", 'algbw_gbs = { min = "3" }', "algbw_gbs.min = '3' is not a number"),
         ("collectives", "algbw_gbs = { min = true }", "algbw_gbs.min = True is not a number"),
         ("collectives", "algbw_gbs = { min = nan }", "algbw_gbs.min = nan is not a number"),
-        ("collectives", "algbw_gbs = 3", "give a bound, such as algbw_gbs = { min = 3 }"),
-        ("collectives", "wrong = 0", "give a bound, such as wrong = { max = 0 }"),
-        ("collectives", "wrong = { least = 3 }", "a bound has min, max or both"),
+        ("collectives", "algbw_gbs = 3", "not a bound. Give one, such as algbw_gbs = { min = 3 }"),
+        ("collectives", "wrong = 0", "not a bound. Give one, such as wrong = { max = 0 }"),
+        ("collectives", "wrong = { least = 3 }", "must have min, max or both"),
         ("collectives", "wrong = { min = 3, max = 2 }", "no value is at least 3 and at most 2"),
         ("bandwidth", 'part = "pears"', "no part 'pears': did you mean pairs?"),
         ("bandwidth", 'class = "NVlink"', "no class 'NVlink': did you mean NVLink?"),
@@ -66,7 +66,7 @@ def test_a_rule_that_can_match_no_row_is_refused(
     with pytest.raises(UsageError) as refused:
         read_expectation(str(file), bench, allowed={"name": ["overlap"]})
     error = str(refused.value)
-    assert error.startswith(f"--expect {file}: rule 2: ") and message in error, error
+    assert error.startswith(f"--expect {file}, rule 2: ") and message in error, error
 
 
 @pytest.mark.parametrize("bench", ["collectives", "bandwidth", "pairs"])
@@ -74,8 +74,8 @@ def test_nothing_is_measured_with_an_invalid_expect(bench: str, tmp_path: Path) 
     file, other = tmp_path / "t.toml", tmp_path / "symmetric.json"
     file.write_text("[[expect]]\nwrogn = { max = 0 }\n")
     other.write_text(json.dumps({"schema": "tutti.bench.symmetric/1", "rows": []}))
-    cases = {str(file): f"--expect {file}: rule 1: bench {bench} has no 'wrogn'"}
-    cases[str(other)] = f"--expect {other}: it is a result of bench symmetric, this is bench"
+    cases = {str(file): f"--expect {file}, rule 1: bench {bench} has no 'wrogn'"}
+    cases[str(other)] = f"--expect {other} is a result of bench symmetric, but this is bench"
     if bench != "bandwidth":  # bandwidth compares CPU links with each other
         cases["catalogue"] = "--expect catalogue"
     for text, message in cases.items():
@@ -91,7 +91,7 @@ def test_a_baseline_without_common_rows_is_refused_before_measuring(tmp_path: Pa
     now = ["--budget", "1000", "--expect", tmp_path / "then.json"]
     done = run_tutti(*bench, "--sizes", "4K", *now)
     assert done.returncode == 2 and not done.stdout
-    assert "then.json: it has no row in common with this run" in done.stderr
+    assert "then.json has no row in common with this run" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     done = run_tutti(*bench, "--sizes", "1K,4K", "--budget", "0.01", *now[2:])
     assert done.returncode in (0, 1), done.stderr  # some rows are common: they may be slower
@@ -101,7 +101,7 @@ def test_a_baseline_without_common_rows_is_refused_before_measuring(tmp_path: Pa
     (tmp_path / "then.json").write_text(json.dumps(then))
     done = run_tutti("bench", "pairs", "--only", "overlap", "--device", "cpu", *now)
     assert done.returncode == 2 and not done.stdout
-    assert "then.json: it has no row in common with this run" in done.stderr
+    assert "then.json has no row in common with this run" in done.stderr
 
 
 def test_fields_of_rules_are_the_fields_of_rows(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_thresholds_apply_to_the_rows_they_select(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("expect = 3", r"a list of \[\[expect\]\] tables"),
-        ('[[expect]]\nop = "all_reduce"', "rule 1: it has no bound"),
-        ("[[expect]]\nbusbw_gbs = { least = 3 }", "a bound has min, max or both"),
+        ('[[expect]]\nop = "all_reduce"', "rule 1: the rule has no bound"),
+        ("[[expect]]\nbusbw_gbs = { least = 3 }", "must have min, max or both"),
         ("[[expect", "not TOML"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_baseline_allows_for_its_spread(tmp_path: Path) -> None:
     assert baseline_differences(MEASURED, source) == []
     (miss,) = unmet_expectations(slower, source)
     assert "bytes 67108864" in miss and miss.endswith("1500, expected 1000 within 6 %")
-    with pytest.raises(UsageError, match="it has no row in common with this run"):
+    with pytest.raises(UsageError, match="has no row in common with this run"):
         unmet_expectations(result("collectives", rows=[operation(8, 1.0)]), source)
 
 

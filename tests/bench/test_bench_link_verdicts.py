@@ -24,7 +24,7 @@ def cpu_location(rank: int, host: str) -> dict[str, Any]:
 def gpu_location(rank: int, **changes: Any) -> dict[str, Any]:
     gpu = {
         "name": "NVIDIA H200", "uuid": f"u{rank}", "pci": f"0000:{rank:02x}:00.0",
-        "numa": rank // 4, "pcie_width": 16, "pcie_width_most": 16, "nvlinks_to": [],
+        "numa": rank // 4, "pcie_width": 16, "pcie_width_max": 16, "nvlinks_to": [],
         "nvlinks_to_switch": 18,
     }  # fmt: skip
     location = cpu_location(rank, "n1") | {"device": f"cuda:{rank}", "interface": None}
@@ -148,7 +148,7 @@ def test_observed_causes_come_before_common_ones() -> None:
     locations[1]["interface"] |= {"mbits": 1000, "shaper": "tbf, 200 Mbit/s"}
     slow = {(1, 0): 0.1, (1, 2): 0.1}
     (finding,) = judged(locations, rows(locations, slow, 1.0))
-    assert finding.causes[0] == "observed: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
+    assert finding.causes[0] == "observed: tc limits eth0 of n2 (tbf, 200 Mbit/s)"
     assert finding.causes[1].startswith("observed: eth0 of n2 has 1000 Mbit/s, the others 10000")
 
 

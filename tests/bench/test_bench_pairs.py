@@ -97,7 +97,7 @@ def test_list_shows_the_builtin_pairs_or_those_of_a_file(tmp_path: Path) -> None
     assert done.stdout.splitlines()[0].split(maxsplit=1) == ["takes-turns", "in turns → in turns"]
     (tmp_path / "none.py").write_text("PAIRS = 1")
     done = run_command([*TUTTI, *PAIRS, "--file", tmp_path / "none.py"])
-    assert done.returncode == 2 and "it must define PAIRS = [function, …]" in done.stderr
+    assert done.returncode == 2 and "must define PAIRS = [function, …]" in done.stderr
 
 
 def test_every_builtin_pair_gives_equal_results_or_the_reason_it_is_skipped(measured: Any) -> None:
@@ -112,7 +112,7 @@ def test_every_builtin_pair_gives_equal_results_or_the_reason_it_is_skipped(meas
         if name not in ON_CPU and name != "placement":
             assert row["check"].startswith("skipped: ") and "GPU" in row["check"], row
         if name in ON_CPU:
-            assert row["check"] == "equal" or row["check"].startswith("within"), row
+            assert row["check"] == "equal" or row["check"].startswith("error"), row
             assert row["baseline_ms"] > 0 and row["optimized_ms"] > 0
             assert row["spread"]["p25"] <= row["speedup"] <= row["spread"]["p75"]
     for name in ("overlap", "grouped", "buckets", "from-scratch", "shm", "symmetric"):
@@ -132,12 +132,13 @@ def test_sides_alternate_and_the_first_side_changes(measured: Any) -> None:
 def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -> None:
     done, rows = measured["done"], measured["rows"]
     assert done.returncode == 1
-    assert rows["differs"]["check"] == "different: 0.25, allowed is 0.1"
+    assert rows["differs"]["check"] == "different: error 0.25 exceeds the tolerance 0.1"
     assert rows["differs"]["speedup"] is None  # a side with another result has no speed-up
-    assert rows["near-enough"]["check"] == "within 0.1: 0.05"
-    assert rows["wrong-later"]["check"] == "different: 1, allowed is 0"  # found by the second check
+    assert rows["near-enough"]["check"] == "error 0.05 (tolerance 0.1)"
+    # The second check finds this difference.
+    assert rows["wrong-later"]["check"] == "different: error 1 exceeds the tolerance 0"
     assert rows["fails"]["check"] == "failed: RuntimeError: it broke"
-    assert "return tensors or numbers" in rows["returns-nothing"]["check"]
+    assert "must return tensors" in rows["returns-nothing"]["check"]
     assert rows["needs-more"]["check"] == "skipped: only rank 0 has it"
     assert "# results of 4 pairs differ: FAILED" in done.stdout
 

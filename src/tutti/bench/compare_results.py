@@ -50,16 +50,16 @@ class Figure(NamedTuple):
 
 
 def read_results(flag: str, path: Path) -> Content:
-    """Read the JSON of a bench. Raises UsageError if the file is missing or is not such a file."""
+    """Return the JSON of a bench. Raises UsageError if the file is missing or not such a file."""
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
-        raise UsageError(f"{flag} {path}: {reason}: give a file that bench --json wrote") from None
+        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
+        raise UsageError(f"{flag} {path}: {reason}. Give a file that bench --json wrote") from None
     schema = content.get("schema", "") if isinstance(content, dict) else ""
     if not any(f"tutti.bench.{rows['bench']}/" in schema for rows in ROW_LISTS):
         found = f"its schema is {schema!r}" if schema else "it has no schema"
-        raise UsageError(f"{flag} {path}: {found}: give a file that tutti bench --json wrote")
+        raise UsageError(f"{flag} {path}: {found}. Give a file that tutti bench --json wrote")
     return dict(content)
 
 
@@ -91,7 +91,7 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
             if not isinstance(value, int | float) or value <= 0:
                 continue
             key, repeat = row_key, 2
-            while (key, metric) in found:  # rows with equal keys are numbered in their order
+            while (key, metric) in found:  # number rows with equal keys in their order
                 key, repeat = (*row_key, ("again", repeat)), repeat + 1
             name = ", ".join(f"{field} {value}" for field, value in key)
             spread = _spread(row, metric)
@@ -140,9 +140,12 @@ class Change(NamedTuple):
 
 
 def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
-    """Compare all figures, in the order of the new result; figures only in the old one are last."""
+    """Return the changes of all figures in the order of the new result.
+
+    Figures that are only in the old result are last.
+    """
     if bench_of(old) != bench_of(new):
-        kinds = f"OLD is of bench {bench_of(old)}, NEW of bench {bench_of(new)}"
+        kinds = f"OLD is a result of bench {bench_of(old)}, but NEW of bench {bench_of(new)}"
         raise UsageError(f"{kinds}: give two results of the same bench")
     before, after = figures_of(old), figures_of(new)
     changes = [_change(before.get(key), figure, tolerance) for key, figure in after.items()]
@@ -156,7 +159,7 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
     verdict = "new" if old is None else "gone"
     if old is not None and new is not None:
         ratio = new.value / old.value if new.higher_is_better else old.value / new.value
-        # 2 σ of the difference between two independent figures.
+        # The limit is 2 σ of the difference between two independent figures.
         limit = max(tolerance, 2 * math.hypot(old.spread, new.spread))
         verdict = "faster" if ratio > 1 + limit else "slower" if ratio < 1 / (1 + limit) else "same"
         ratio, limit = round(ratio, 4), round(limit, 4)
@@ -169,7 +172,7 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
 
 
 def environment_differences(old: Content, new: Content) -> list[str]:
-    """Describe how the machines and versions of two results differ."""
+    """Return descriptions of the differences between the machines and versions of two results."""
     before, after = old.get("environment", {}), new.get("environment", {})
     found = []
     for name in ("host", "system", "cpu", "cpus", "cpu_quota", "memory_bytes"):

@@ -1,4 +1,4 @@
-"""--expect: check the results of a bench with the catalogue, an earlier result, or thresholds.
+"""--expect: check the results of a bench against the catalogue, an earlier result, or thresholds.
 
 A threshold file contains rules. Each rule selects rows and sets bounds for their values:
 
@@ -57,23 +57,24 @@ class Expectation(NamedTuple):
 
     name: str
     baseline: Content | None = None  # an earlier result
-    rules: list[Rule] | None = None  # of a threshold file
+    rules: list[Rule] | None = None  # the rules of a threshold file
 
 
 def read_expectation(
     text: str, bench: str, device: str = "auto", allowed: AllowedValues | None = None
 ) -> Expectation:
-    """Read and check --expect before anything is measured. `device` is the value of --device.
+    """Return the parsed value of --expect, after checks that need no measurement.
 
-    `allowed` has further values that text fields can have in this run, such as names of pairs.
+    `device` is the value of --device. `allowed` contains further values that text fields can have
+    in this run, such as names of pairs.
     """
     path = Path(text)
     if text == "catalogue":
         # bench bandwidth compares CPU links with other links of their class.
         on_gpu = bench == "bandwidth" or (device != "cpu" and visible_gpu_count())
         if bench == "pairs" or not on_gpu:
-            known = "the catalogue has figures of links and of collectives on GPUs only"
-            raise UsageError(f"--expect catalogue: {known}: give a JSON or TOML file")
+            content = "the catalogue has figures of links and of collectives on GPUs only"
+            raise UsageError(f"--expect catalogue: {content}. Give a JSON or TOML file")
         return Expectation(text)
     if path.suffix == ".json":
         return Expectation(text, baseline=_read_baseline(path, bench))
@@ -82,20 +83,20 @@ def read_expectation(
         try:
             _check_rule(rule, bench, {**ALLOWED_VALUES[bench], **(allowed or {})})
         except UsageError as error:
-            raise UsageError(f"--expect {path}: rule {number}: {error}") from None
+            raise UsageError(f"--expect {path}, rule {number}: {error}") from None
     return Expectation(text, rules=rules)
 
 
 def _read_baseline(path: Path, bench: str) -> Content:
     baseline = compare_results.read_results("--expect", path)
     if bench_of(baseline) != bench:
-        kinds = f"it is a result of bench {bench_of(baseline)}, this is bench {bench}"
-        raise UsageError(f"--expect {path}: {kinds}: give a result of the same bench")
+        kinds = f"is a result of bench {bench_of(baseline)}, but this is bench {bench}"
+        raise UsageError(f"--expect {path} {kinds}: give a result of the same bench")
     try:
         if not compare_results.figures_of(baseline):
-            raise UsageError(f"--expect {path}: it has no figures: give a complete result")
+            raise UsageError(f"--expect {path} has no figures: give a complete result")
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UsageError(f"--expect {path}: a row is invalid ({error}): measure it again") from None
+        raise UsageError(f"--expect {path} has an invalid row ({error}): measure again") from None
     return baseline
 
 
@@ -103,18 +104,18 @@ def _read_rules(path: Path) -> list[Rule]:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not TOML: {error}"
-        cure = "give catalogue, a .json that a bench wrote, or a .toml of thresholds"
-        raise UsageError(f"--expect {path}: {reason}: {cure}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"it is not TOML ({error})"
+        cure = "Give catalogue, a .json that a bench wrote, or a .toml with thresholds"
+        raise UsageError(f"--expect {path}: {reason}. {cure}") from None
     rules = content.get("expect")
     tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
     if not rules or not tables or set(content) != {"expect"}:
-        raise UsageError(f"--expect {path}: a file of thresholds is a list of [[expect]] tables")
+        raise UsageError(f"--expect {path}: a threshold file must be a list of [[expect]] tables")
     return [dict(_flatten(rule)) for rule in rules]
 
 
 def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
-    """Restore dotted names, because TOML reads an unquoted time_us.p50 as a table in a table."""
+    """Yield (dotted name, value). TOML reads an unquoted time_us.p50 as a table in a table."""
     for name, value in rule.items():
         if isinstance(value, dict) and value and all(isinstance(e, dict) for e in value.values()):
             yield from ((f"{name}.{inner}", bound) for inner, bound in value.items())
@@ -124,11 +125,11 @@ def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
 
 def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
     parts = FIELDS[bench]
-    known = list(dict.fromkeys(["part", *(name for fields in parts.values() for name in fields)]))
+    names = list(dict.fromkeys(["part", *(name for fields in parts.values() for name in fields)]))
     for name in rule:
-        if name not in known:
-            inner = [field for field in known if field.startswith(f"{name}.")]
-            raise UsageError(f"bench {bench} has no {name!r}: {did_you_mean(name, inner or known)}")
+        if name not in names:
+            inner = [field for field in names if field.startswith(f"{name}.")]
+            raise UsageError(f"bench {bench} has no {name!r}: {did_you_mean(name, inner or names)}")
     for name, value in rule.items():
         if name in RESULT_FIELDS["texts"]:
             _check_text(name, value, parts if name == "part" else allowed.get(name))
@@ -137,7 +138,7 @@ def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
     bounds = _bounds(rule)
     if not bounds:
         example = RESULT_FIELDS["example_bounds"][bench]
-        raise UsageError(f"it has no bound: add one, such as {example}")
+        raise UsageError(f"the rule has no bound. Add one, such as {example}")
     named_parts = _as_list(rule.get("part", list(parts)))
     selected = {name for name in rule if name not in bounds and name != "part"}
     matching = [parts[part] for part in parts if part in named_parts and selected <= {*parts[part]}]
@@ -151,7 +152,7 @@ def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
 def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
     for text in _as_list(value):
         if not isinstance(text, str):
-            raise UsageError(f"{name} = {_format(value)}: write a string, or a list of strings")
+            raise UsageError(f"{name} = {_format(value)} must be a string or a list of strings")
         # In rows, the name of a backend may have a suffix: "gloo x16", "shm ring".
         word = text.partition(" ")[0] if name == "backend" else text
         if allowed is not None and word not in allowed:
@@ -162,7 +163,7 @@ def _check_number(name: str, value: Any) -> None:
     """Check a number, a list of numbers, or a table with min, max or both."""
     is_bound = isinstance(value, dict)
     if is_bound and (not value or not set(value) <= {"min", "max"}):
-        raise UsageError(f"{name} = {_format(value)}: a bound has min, max or both")
+        raise UsageError(f"{name} = {_format(value)} must have min, max or both")
     ends = value.items() if is_bound else [(None, number) for number in _as_list(value)]
     for end, number in ends:
         quoted = isinstance(number, str) and name != "bytes"
@@ -173,14 +174,14 @@ def _check_number(name: str, value: Any) -> None:
         if not valid:
             label = f"{name}.{end}" if is_bound else name
             cure = "64M or 1024" if name == "bytes" else "a number without quotes"
-            raise UsageError(f"{label} = {number!r} is not a number: write {cure}")
+            raise UsageError(f"{label} = {number!r} is not a number. Write {cure}")
     if is_bound:
         if _number(value.get("min", -math.inf)) > _number(value.get("max", math.inf)):
-            raise UsageError(f"{name}: no value is {_format(value)}: exchange min and max")
+            raise UsageError(f"{name}: no value is {_format(value)}. Exchange min and max")
     elif name not in (*_SELECTORS, *RESULT_FIELDS["other_integers"]):
         end = "max" if name == "wrong" or "us." in name else "min"
         bound = f"{name} = {{ {end} = {value} }}"
-        raise UsageError(f"{name} = {_format(value)}: give a bound, such as {bound}")
+        raise UsageError(f"{name} = {_format(value)} is not a bound. Give one, such as {bound}")
 
 
 def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
@@ -190,7 +191,7 @@ def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
 
 
 def _number(value: Any) -> float:
-    """Return a number, or the bytes of a size such as 64M."""
+    """Return a number, or the number of bytes of a size such as 64M."""
     return parse_size(value) if isinstance(value, str) else float(value)
 
 
@@ -199,7 +200,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _format(value: Any) -> str:
-    """Format a value of a rule for messages."""
+    """Return a value of a rule as text for messages."""
     if isinstance(value, dict):
         signs = {"min": "at least", "max": "at most"}
         return " and ".join(f"{signs.get(end, end)} {number}" for end, number in value.items())
@@ -210,7 +211,7 @@ def _format(value: Any) -> str:
 
 
 def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
-    """Describe each expectation that the results do not meet.
+    """Return a description of each expectation that the results do not meet.
 
     `results` is the JSON of a bench with its schema; the environment may be missing. Raises
     UsageError if nothing could be checked, because a run without any check must not pass.
@@ -223,7 +224,7 @@ def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
 
 
 def baseline_differences(results: Content, expectation: Expectation) -> list[str]:
-    """Describe how the environment of the baseline differs from the environment of this run."""
+    """Return descriptions of the differences between the baseline's environment and this one."""
     if expectation.baseline is None:
         return []
     environment = results.get("environment") or describe_environment()
@@ -249,7 +250,7 @@ def _check_against_rule(rule: Rule, results: Content) -> Iterator[str]:
     if not checked:
         selected = ", ".join(f"{name} {_format(value)}" for name, value in selection.items())
         names = ", ".join(bounds)
-        yield f"{selected or 'every row'}: no row matches, nothing was checked: expected {names}"
+        yield f"{selected or 'every row'}: no row matches, so nothing was checked (bounds: {names})"
 
 
 def _matches(selection: Mapping[str, Any], part: str, row: Row) -> bool:
@@ -275,7 +276,7 @@ def _row_name(row: Row, selection: Mapping[str, Any]) -> str:
 def _check_against_baseline(results: Content, baseline: Content, name: str) -> list[str]:
     changes = compare_results.compare(baseline, results)
     if not any(change.ratio is not None for change in changes):
-        raise UsageError(f"--expect {name}: it has no row in common with this run: use its flags")
+        raise UsageError(f"--expect {name} has no row in common with this run: use its flags")
     unmet = []
     for change in changes:
         if change.verdict in ("slower", "wrong"):
@@ -304,12 +305,12 @@ def _check_against_catalogue(results: Content) -> list[str]:
             unmet.append(f"{observed}, expected {expected}")
     if not checked:
         missing = f"the catalogue has no figure for this run on {gpu or 'this machine'}"
-        raise UsageError(f"--expect catalogue: {missing}: give an earlier result or thresholds")
+        raise UsageError(f"--expect catalogue: {missing}. Give an earlier result or thresholds")
     return unmet
 
 
 def _unmet_verdicts(results: Content) -> Iterator[str]:
-    """Describe the slow links and copies of bench bandwidth."""
+    """Yield descriptions of the slow links and copies of bench bandwidth."""
     for finding in results["findings"]:
         expected = f"{finding['against_gbs']:g}: {finding['against']}"
         yield f"{finding['what']}: {finding['gbs']:g} GB/s, expected {expected}"

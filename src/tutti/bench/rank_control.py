@@ -41,7 +41,7 @@ class RankControl:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo")
-        self.stop_requested = False  # on this rank; check_stop informs the others
+        self.stop_requested = False  # this rank received a signal; check_stop tells the others
 
     def check_stop(self) -> bool:
         """Wait for all ranks. Return True on all ranks if any rank received a stop signal."""
@@ -66,9 +66,9 @@ class RankControl:
     def stop_on_signals(self) -> Iterator[None]:
         """Let SIGINT, SIGTERM and SIGUSR1 (forwarded by mpirun) only set `stop_requested`.
 
-        The handlers are installed for the duration of the `with` block. Collective: there is a
-        barrier at entry, so as soon as any rank runs the block, all ranks have their handlers. If a
-        signal kills a rank that has not installed its handlers yet, the barrier fails.
+        The handlers are installed for the duration of the `with` block. All ranks must enter it: a
+        barrier at entry ensures that all ranks have their handlers when any rank runs the block. If
+        a signal kills a rank that has not installed its handlers yet, the barrier fails.
         """
 
         def request_stop(number: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ class RankControl:
 
         if self.rank == 0 and identify(os.environ).launcher == "slurm":
             step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
-            note = "note: Ctrl-C at srun kills all ranks; to stop and keep the results so far: "
+            note = "note: Ctrl-C at srun kills all ranks. To stop and keep the results so far, run "
             print(f"{note}scancel --signal=INT {step}", file=sys.stderr, flush=True)
         before = {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
         try:
@@ -93,9 +93,10 @@ class RankControl:
 
 
 def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Run `action` on every rank, and return (result, ""), or (None, reason) if any rank failed.
+    """Run `action` on every rank. Return (result, ""), or (None, reason) if any rank failed.
 
-    Collective. Only exceptions that a backend raises for an unsupported call are caught.
+    All ranks must call this function. Only exceptions that a backend raises for an unsupported call
+    are caught.
     """
     result, reason = None, None
     try:
@@ -113,7 +114,7 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 def pin_rank(world: World, pin: bool | str = True) -> str:
-    """Pin this rank, and return the list of its CPUs. Collective.
+    """Pin this rank, and return the list of its CPUs. All ranks must call this function.
 
     `pin` is True or "own" for this rank's share of its allowed CPUs, False or "none" for no
     pinning, or a list of CPUs for each rank of a host, such as "0/1/2-3". The allowed CPUs are
@@ -123,8 +124,8 @@ def pin_rank(world: World, pin: bool | str = True) -> str:
     if pin in (False, "none"):
         return world.cpus
     if pin in (True, "own"):
-        own = [world.host, format_cpu_list(allowed_cpus())]
-        sharers = [rank for rank, other in enumerate(gather_json(own)) if other == own]
+        cpu_set = [world.host, format_cpu_list(allowed_cpus())]
+        sharers = [rank for rank, other in enumerate(gather_json(cpu_set)) if other == cpu_set]
         cpus = share_of_cpus(allowed_cpus(), sharers.index(world.rank), len(sharers))
     else:
         lists = str(pin).split("/")
@@ -134,9 +135,9 @@ def pin_rank(world: World, pin: bool | str = True) -> str:
     except (OSError, OverflowError) as error:
         chosen, allowed = format_cpu_list(cpus), format_cpu_list(allowed_cpus())
         reason = f"this rank cannot run on CPU {chosen} ({error})"
-        raise UsageError(f"--pin: {reason}: its allowed CPUs are {allowed}") from None
+        raise UsageError(f"--pin: {reason}. Its allowed CPUs are {allowed}") from None
     for thread in Path("/proc/self/task").iterdir():  # gloo's threads are already running
-        with contextlib.suppress(OSError):  # the thread has ended in the meantime
+        with contextlib.suppress(OSError):  # the thread may have ended in the meantime
             os.sched_setaffinity(int(thread.name), cpus)
     return format_cpu_list(cpus)
 
@@ -149,18 +150,19 @@ def share_of_cpus(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[i
 
 
 def check_host_memory(size: int, world: World) -> None:
-    """Raise UsageError if a host lacks memory for messages of `size` bytes. Collective.
+    """Raise UsageError if a host lacks memory for messages of `size` bytes.
 
-    Otherwise the kernel would kill ranks in the middle of the run.
+    Otherwise the kernel would kill ranks in the middle of the run. All ranks must call this
+    function.
     """
     available = read_memory(SysFiles()).available_bytes
     for ranks, free in gather_json((world.local_size, available)):
         needed = 2 * size * ranks  # at least a send buffer and the expected result per rank
         if free is not None and needed > free:
-            memory = f"{format_bytes(needed)} of memory, {format_bytes(free)} are free"
+            memory = f"{format_bytes(needed)} of memory, but {format_bytes(free)} are free"
             raise UsageError(
                 f"--sizes {format_size(size)}: {ranks} rank{'s' * (ranks > 1)} on a host need at "
-                f"least {memory}: use smaller sizes or fewer ranks"
+                f"least {memory}. Use smaller sizes or fewer ranks"
             )
 
 
@@ -173,7 +175,7 @@ class CoreLatency:
     The latency is tens of nanoseconds between cores that share a cache, and hundreds otherwise; the
     speed of messages depends on the latency. The hypervisor of a virtual machine may move its cores
     to other physical cores during a run, so the latency is measured before and after the benchmark.
-    It is measured only if no two ranks share a CPU. Construction and `measure` are collective.
+    It is measured only if no two ranks share a CPU. All ranks must make the same calls.
     """
 
     _ROUNDS, _TURNS, _TIMEOUT = 5, 2000, 2.0  # the timeout is in seconds
@@ -187,15 +189,15 @@ class CoreLatency:
         measurable = on_one_cpu_host and disjoint and not shm_unavailable()
         pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if measurable else []
         self._rank = world.rank
-        # Rows for JSON: nanoseconds before and after the benchmark, null if a rank timed out.
+        # Rows for JSON: nanoseconds before and after the benchmark, or null if a rank timed out.
         self.rows: list[dict[str, Any]] = [
             {"ranks": pair, "before_ns": None, "after_ns": None} for pair in pairs
         ]
         self.measure("before_ns")
 
     def __str__(self) -> str:
-        known = [(*row["ranks"], row["before_ns"]) for row in self.rows if row["before_ns"]]
-        times = ", ".join(f"{a} and {b}: {time:.0f} ns" for a, b, time in known)
+        measured = [(*row["ranks"], row["before_ns"]) for row in self.rows if row["before_ns"]]
+        times = ", ".join(f"{a} and {b}: {time:.0f} ns" for a, b, time in measured)
         return f"cache-line round trip between ranks {times}" if times else ""
 
     def change(self) -> str:
@@ -205,7 +207,7 @@ class CoreLatency:
             if before and after and max(before / after, after / before) >= self._MOVED_RATIO:
                 return (
                     f"the cache-line round trip between ranks {a} and {b} was {before:.0f} ns "
-                    f"before and {after:.0f} ns after: the hypervisor probably moved their cores, "
+                    f"before and {after:.0f} ns after. The hypervisor probably moved their cores, "
                     "and the figures mix both placements"
                 )
         return ""
@@ -217,11 +219,11 @@ class CoreLatency:
         from tutti.comm.shm.native import core
         from tutti.comm.symmetric import Heap
 
-        medians: list[float | None] = [None] * len(self.rows)  # of pairs that this rank is in
+        medians: list[float | None] = [None] * len(self.rows)  # None for pairs of other ranks
         with Heap(bytes=1 << 16, device="cpu") as heap:
             lines = heap.counters(self._ROUNDS * len(self.rows))
             for number, row in enumerate(self.rows):
-                heap.barrier()  # one pair at a time
+                heap.barrier()  # measure one pair at a time
                 first, _ = row["ranks"]
                 if self._rank not in row["ranks"]:
                     continue

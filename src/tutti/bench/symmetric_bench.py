@@ -44,11 +44,11 @@ class Probe:
     bytes: int
     call: Callable[[], Any]
     correct: Callable[[], bool] = lambda: True  # checks the result of the last call of a round
-    one_way: bool = False  # ranks 0 and 1 make the call, a round trip; the row reports half of it
-    all_ranks: bool = False  # all ranks make the call; the row reports the slowest rank
+    one_way: bool = False  # ranks 0 and 1 make a round trip, and the row reports half of its time
+    all_ranks: bool = False  # all ranks make the call, and the row reports the slowest rank
     seconds: list[Tensor] = field(default_factory=list)
-    calls: int = 0  # per round
-    wrong: int = 0  # wrong results, over all rounds and ranks
+    calls: int = 0  # number of calls per round
+    wrong: int = 0  # number of wrong results over all rounds and ranks
 
     def runs_on(self, rank: int) -> bool:
         """Return whether this rank makes the call and checks the result."""
@@ -57,7 +57,7 @@ class Probe:
 
 @dataclass
 class SymmetricBench:
-    """Settings and the results so far; the same on all ranks."""
+    """Settings and results. All ranks have the same values."""
 
     world: World
     control: RankControl
@@ -66,12 +66,12 @@ class SymmetricBench:
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
-    complete: bool = False  # every row was measured
+    complete: bool = False  # whether every row was measured
     save: Callable[[], None] = lambda: None
     """Called after each round of probes and each size of all-reduce."""
 
     def run(self, sizes: Sequence[int]) -> None:
-        """Measure everything. Collective."""
+        """Measure everything. All ranks must call this method."""
         with Heap(bytes=_HEAP_BYTES, device=self.world.device) as heap, ExitStack() as stack:
             self._run_probes(heap, stack)
         if not self.stopped:
@@ -126,7 +126,7 @@ class SymmetricBench:
         return reason
 
     def _round(self, probe: Probe) -> Tensor:
-        """Return the seconds of each call of one round. The same on all ranks."""
+        """Return the seconds of each call of one round. All ranks return the same values."""
         self.control.check_stop()
         times = torch.zeros(probe.calls, dtype=torch.float64)
         if probe.runs_on(self.world.rank):  # the other ranks sleep in the next barrier
@@ -171,7 +171,7 @@ _MESSAGE_BYTES = (8, 1 << 10, 64 << 10, 1 << 20)
 def _all_probes(
     heap: Heap, stack: ExitStack
 ) -> Iterator[tuple[str, Callable[[], Iterable[Probe]]]]:
-    """Yield (name, collective function that makes probes). `stack` closes the structures."""
+    """Yield (name, function that makes probes). All ranks call it. `stack` closes structures."""
     slots = iter(range(heap.signals))
     for size in _MESSAGE_BYTES:
         yield f"put and get, {size} bytes", partial(_messages, heap, size, next(slots))
@@ -188,7 +188,7 @@ def _all_probes(
 
 def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
     positive = torch.arange(1, size // 4 + 1, dtype=torch.float32).to(heap.device)
-    data = [positive, -positive]  # data of ranks 0 and 1; each checks the other
+    data = [positive, -positive]  # data of ranks 0 and 1, which check each other's data
     target, source, mailbox = (heap.zeros(size // 4, dtype=torch.float32) for _ in range(3))
     source.local.copy_(data[min(heap.rank, 1)])
     heap.barrier()
@@ -223,7 +223,7 @@ def _signal(heap: Heap, slot: int) -> Iterator[Probe]:
 
 
 def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[], None]:
-    """Return the call of this rank: rank 0 sends and waits for an answer, rank 1 answers."""
+    """Return the call of this rank. Rank 0 sends and waits for an answer; rank 1 answers."""
     numbers = count(1)  # the value of a signal is the number of calls so far
 
     def ping() -> None:
@@ -241,7 +241,7 @@ def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[
 
 def _atomics(heap: Heap) -> Iterator[Probe]:
     counters = heap.counters(3)
-    calls = [0, 0, 0]  # by counter
+    calls = [0, 0, 0]  # number of calls on each counter
 
     def add(counter: int) -> None:
         calls[counter] += 1
@@ -326,7 +326,7 @@ def _hash_map(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _ring_buffer(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    """Send 16 KiB to rank 1 and back through two rings; a read returns a view of the slot."""
+    """Yield a probe that sends 16 KiB to rank 1 and back through two rings, without copies."""
     rings = [
         stack.enter_context(
             structures.RingBuffer(heap, rank, 1 - rank, slots=4, slot_bytes=_SLOT_BYTES)

@@ -1,4 +1,4 @@
-"""tutti bench KIND, and the parts that all kinds share: flags, ranks, result files, --expect."""
+"""tutti bench KIND, and the code that all kinds share: flags, ranks, result files, --expect."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 INTERRUPTED = 130
-_GRACE_SECONDS = 30.0  # between Ctrl-C and SIGKILL: ranks finish their round and write files
+_GRACE_SECONDS = 30.0  # time after Ctrl-C in which ranks finish their round and write files
 
 _KINDS = {
     "collectives": "all backends side by side, as in nccl-tests",
@@ -57,9 +57,11 @@ def main(arguments: list[str]) -> int:
         print(_USAGE.format(kinds=rows))
         return 0
     if not arguments or arguments[0].startswith("-"):
-        raise UsageError(f"which kind? tutti bench {' or '.join(_KINDS)}, see --help")
+        raise UsageError(f"tutti bench needs a kind: {', '.join(_KINDS)} (see --help)")
     if arguments[0] not in _KINDS:
-        raise UsageError(f"no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}")
+        raise UsageError(
+            f"tutti bench has no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}"
+        )
     if is_rank() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Until RankControl.stop_on_signals installs its handlers, Ctrl-C ends a rank at once. A
         # KeyboardInterrupt could be lost inside the import of torch or in a destructor, and the
@@ -78,13 +80,14 @@ class RankFlags:
     """The flags of every kind that measures."""
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
+    """Number of local ranks to start, unless a launcher has started ranks (default: one per GPU,
+    or 2)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of tensors."""
+    """Device of the tensors."""
     ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
+    """Number of ranks that may share one GPU."""
     start_timeout: float | None = None
-    """Seconds for all ranks to start (default 300)."""
+    """Seconds to wait until all ranks have started (default 300)."""
     json: Path | None = None
     """Also write the results, with environment and command, to this file."""
     budget: float = 0.5
@@ -104,7 +107,7 @@ Flags = TypeVar("Flags", bound=RankFlags)
 
 
 def parse_flags(kind: type[Flags], name: str, arguments: list[str]) -> Flags:
-    """Parse the flags of `tutti bench NAME`, and check --budget and --json."""
+    """Return the flags of `tutti bench NAME`, after a check of --budget and --json."""
     options = parse(kind, f"tutti bench {name}", arguments)
     checked_seconds("--budget", options.budget, example=kind.budget)
     check_writable("--json", options.json)
@@ -112,7 +115,7 @@ def parse_flags(kind: type[Flags], name: str, arguments: list[str]) -> Flags:
 
 
 def sizes_flag(text: str) -> list[int]:
-    """Parse --sizes; raises UsageError."""
+    """Return the sizes in --sizes. Raises UsageError."""
     try:
         return parse_sizes(text)
     except ValueError as error:
@@ -122,7 +125,7 @@ def sizes_flag(text: str) -> list[int]:
 def expect_flag(
     options: ExpectFlags, bench: str, allowed: AllowedValues | None = None
 ) -> Expectation | None:
-    """Read --expect, or return None. Raises UsageError if this run cannot check the expectation."""
+    """Return the value of --expect, or None. Raises UsageError if this run cannot check it."""
     if options.expect is None:
         return None
     return expectations.read_expectation(options.expect, bench, options.device, allowed)
@@ -137,7 +140,7 @@ def is_rank() -> bool:
 
 
 def default_ranks(options: RankFlags) -> int:
-    """Return --ranks; by default one rank per GPU, times --ranks-per-gpu, but at least 2."""
+    """Return --ranks. The default is one rank per GPU, times --ranks-per-gpu, but at least 2."""
     if options.ranks is not None:
         return options.ranks
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
@@ -165,7 +168,7 @@ class Session:
 
     The files of --json and --csv are written again after every row. So the results so far are kept
     after Ctrl-C, SIGKILL or the death of a rank. `complete` in the JSON is false until everything
-    was measured.
+    has been measured.
     """
 
     world: "World"
@@ -194,7 +197,7 @@ class Session:
             print_note(f"note: {self.world.sharing_note}")
 
     def save(self, results: Row) -> None:
-        """Write intermediate results. If writing fails, warn once; the measurement continues."""
+        """Write intermediate results. If writing fails, print one note and continue."""
         try:
             self.write(results)
         except UsageError as error:
@@ -203,7 +206,7 @@ class Session:
             self.write_failed = True
 
     def write(self, results: Row) -> None:
-        """Write the results on rank 0; raises UsageError if a file cannot be written."""
+        """Write the results on rank 0. Raises UsageError if a file cannot be written."""
         if self.csv is not None and self.world.is_first:
             from tutti.bench.collectives.nccl_tests_table import csv_text
 
@@ -232,7 +235,8 @@ class Session:
             return int(wrong)
         content = {"schema": self.schema, **results}
         for difference in expectations.baseline_differences(content, expectation):
-            print_line(f"--expect {expectation.name}: other environment: {difference}", sys.stderr)
+            text = f"--expect {expectation.name}: the environment differs ({difference})"
+            print_line(text, sys.stderr)
         unmet = expectations.unmet_expectations(content, expectation)
         for miss in unmet:
             print_note(f"missed: {miss}")
@@ -245,7 +249,10 @@ class Session:
 def open_session(
     options: RankFlags, schema: str, pin: bool | str, backend: str | None = None
 ) -> Iterator[Session]:
-    """Join the world, pin this rank, and let stop signals only request a stop. Collective."""
+    """Join the world, pin this rank, and let stop signals only request a stop.
+
+    All ranks must enter the `with` block.
+    """
     from tutti.bench.rank_control import RankControl, pin_rank
     from tutti.world.exchange import gather_json
     from tutti.world.world import init

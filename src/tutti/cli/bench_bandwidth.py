@@ -22,7 +22,7 @@ class Bandwidth(bench.ExpectFlags):
     """Measure the links between ranks and mark slow ones: tutti bench bandwidth --ranks 4
 
     Measures every pair of ranks one way and both ways, one pair at a time; one rank to all others;
-    all to all; all_reduce as a ring and as a tree; on CUDA also copies between host and device.
+    all to all; all_reduce as a ring and as a tree; and on CUDA, copies between host and device.
     Each pair is compared with its class (same core, same or other NUMA node, NVLink, NVSwitch,
     PCIe, other host) and with the catalogue; the common end of slow pairs is named. Received data
     is checked. Ctrl-C keeps the results so far.
@@ -36,8 +36,8 @@ class Bandwidth(bench.ExpectFlags):
     """Comma-separated parts to measure: pairs, one_to_all, all_to_all, ring_vs_tree, copies
     (default: all parts that apply)."""
     together: bool = False
-    """Measure disjoint pairs at the same time: faster, and shows which links are shared. A slow
-    link may then be attributed to another pair."""
+    """Measure disjoint pairs at the same time. This is faster and shows which links are shared, but
+    a slow link may be attributed to another pair."""
     pin: str = "own"
     """CPUs of ranks: own (each rank gets its share), none (no pinning), or one CPU list per rank of
     a host, separated by slashes: 0/1/32-35."""
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return _measure(options, expectation)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
     if options.ranks == 1 and not gpus:
-        raise UsageError("--ranks 1: one rank on a CPU has no link to measure, use 2 or more")
+        raise UsageError("--ranks 1: one rank on a CPU has no link to measure. Use 2 or more")
     ranks = gpus * options.ranks_per_gpu if gpus and options.ranks is None else None
     return bench.start_ranks("bandwidth", arguments, options, ranks)
 
@@ -63,7 +63,7 @@ def _check(options: Bandwidth) -> None:
     """Check the flags before ranks are started."""
     for part in (options.only or "pairs").split(","):
         if part not in PARTS:
-            raise UsageError(f"--only: no part {part!r}: {did_you_mean(part, PARTS)}")
+            raise UsageError(f"--only has no part {part!r}: {did_you_mean(part, PARTS)}")
     if options.sizes is not None:
         bench.sizes_flag(options.sizes)
     if options.device != "auto":
@@ -75,7 +75,8 @@ def _check(options: Bandwidth) -> None:
             valid = False
         if not valid:
             raise UsageError(
-                f"--pin {options.pin}: give own, none, or one CPU list per rank: 0/1/2-3"
+                "--pin must be own, none, or one CPU list per rank such as 0/1/2-3, got "
+                f"{options.pin}"
             )
 
 
@@ -83,7 +84,7 @@ def _check_backend(backend: str | None, device: str) -> None:
     if backend is not None and (backend == "nccl") != (device == "cuda"):
         supported = "CUDA" if backend == "nccl" else "CPU"
         limit = f"--backend {backend} communicates {supported} tensors only"
-        raise UsageError(f"{limit}, and ranks are on {device}: leave the flag out")
+        raise UsageError(f"{limit}, but ranks are on {device}: remove the flag")
 
 
 def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
@@ -127,7 +128,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         if world.is_first:
             session.print_ranks()
             if backend == "gloo" == world.backend:  # gloo is not the default
-                print_note(f"note: no shm: {world.reasons['backend']}")
+                print_note(f"note: gloo is used instead of shm: {world.reasons['backend']}")
             print_note(f"messages are sent with {backend}; 1 GB/s is 1e9 bytes per second")
         links.run()
         if world.is_first:
@@ -143,7 +144,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:
-    """Return the parts of --only; by default all parts that apply to this world."""
+    """Return the parts of --only. The default is all parts that apply to this world."""
     if options.only is not None:
         return options.only.split(",")
     on_gpu = world.device.type == "cuda"

@@ -31,11 +31,12 @@ class Collectives(bench.ExpectFlags):
     ops: str = "all_reduce"
     """Comma-separated operations, or all."""
     sizes: str = "1K:64M:x4"
-    """Bytes: 4,1K,64K or a range 1K:64M:x4 (times 4) or 1K:16K:+1K. K, M, G are binary."""
+    """Message sizes in bytes: 4,1K,64K or a range 1K:64M:x4 (times 4) or 1K:16K:+1K. K, M, G are
+    binary."""
     backends: str | None = None
     """gloo, shm, symmetric (shm on symmetric tensors; on CUDA tutti's own kernels), one-shot,
     two-shot, ring (algorithms on symmetric tensors), staged (through a symmetric buffer), mpi,
-    nccl. Ratios are relative to the first. Default: gloo,shm, on CUDA nccl,symmetric."""
+    nccl. Ratios are relative to the first backend. Default: gloo,shm; on CUDA nccl,symmetric."""
     dtype: Literal[
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"
     ] = "float32"
@@ -43,14 +44,14 @@ class Collectives(bench.ExpectFlags):
     placement: Literal["native", "in", "out", "both"] = "native"
     """In place or out of place; native is the form that torch.distributed offers."""
     timing: Literal["back-to-back", "isolated", "both"] = "back-to-back"
-    """Consecutive calls as in nccl-tests, or with a barrier before each call."""
+    """Consecutive calls as in nccl-tests, or isolated calls with a barrier before each call."""
     group: int = 1
     """For each torch.distributed backend, also measure this many calls in one comm.group(). The
     time is per call, and ratio is relative to single calls of the same backend."""
     spread: bool = False
     """Also print min, p99 and cv, as nccl-tests -I does; result files always contain them."""
     iterations: str = "auto"
-    """Timed calls of each backend and size; auto: as many as --budget allows."""
+    """Number of timed calls of each backend and size. auto: as many as --budget allows."""
     warmup: int = 20
     """Maximum number of untimed calls before the timed calls."""
     budget: float = 0.5
@@ -83,13 +84,13 @@ def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
     ops = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
     for name in ops:
         if name not in OPERATIONS:
-            raise UsageError(f"--ops: no operation {name!r}: {did_you_mean(name, OPERATIONS)}")
+            raise UsageError(f"--ops has no operation {name!r}: {did_you_mean(name, OPERATIONS)}")
     backends = [] if options.backends is None else options.backends.split(",")
     for name in backends:
         if name not in BACKENDS:
-            raise UsageError(f"--backends: no backend {name!r}: there are {', '.join(BACKENDS)}")
+            raise UsageError(f"--backends has no {name!r}: choose from {', '.join(BACKENDS)}")
         if backends.count(name) > 1:
-            raise UsageError(f"--backends {options.backends}: {name} is named twice")
+            raise UsageError(f"--backends {options.backends} has {name} twice")
     iterations = options.iterations
     if iterations != "auto" and not (iterations.isdecimal() and int(iterations) > 0):
         raise UsageError(f"--iterations must be auto or a positive number, got {iterations}")

@@ -34,7 +34,7 @@ class Compare:
     show: Literal["changed", "all"] = "changed"
     """Rows to print: rows that changed, or all rows."""
     fail_on: Literal["nothing", "slower"] = "nothing"
-    """slower: exit with 1 if a row is slower or its result is wrong."""
+    """With slower, exit with 1 if a row is slower or its result is wrong."""
     tolerance: float = TOLERANCE
     """Relative differences up to this fraction count as the same, because no two runs are equal."""
     json: Path | None = None
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     changes = compare_results.compare(old, new, options.tolerance)
     differences = compare_results.environment_differences(old, new)
     for difference in differences:
-        print_line(f"tutti bench compare: other environment: {difference}", sys.stderr)
+        print_line(f"tutti bench compare: the environment differs ({difference})", sys.stderr)
     counts = Counter(change.verdict for change in changes)
     if set(counts) <= {"new", "gone"}:
         rows = f"{counts['gone']} in OLD alone, {counts['new']} in NEW alone"

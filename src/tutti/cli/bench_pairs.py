@@ -26,8 +26,8 @@ class Pairs(bench.ExpectFlags):
 
     Both sides of a pair do the same work in turns in one process group, and their results are
     compared. The speed-up is the median of the ratios of rounds, and its spread is their quartiles.
-    A pair whose requirements are not met is skipped with the reason. Exit code 1: results differ.
-    Ctrl-C keeps the results so far.
+    A pair whose requirements are not met is skipped with the reason. The exit code is 1 if results
+    differ. Ctrl-C keeps the results so far.
     """
 
     list: bool = False
@@ -40,11 +40,11 @@ class Pairs(bench.ExpectFlags):
     """Backend of pairs that do not compare backends (auto: nccl on CUDA; gloo on the CPU, because
     its messages cost about as much as messages over a network)."""
     rounds: int = 20
-    """Rounds of both sides; fewer (at least 6) if --budget is short."""
+    """Number of rounds; fewer (at least 6) if --budget is short."""
     budget: float = 20.0
     """Seconds for each pair, approximately."""
     quick: bool = False
-    """Small workloads and a tenth of the budget: checks that pairs work, not their speed."""
+    """Use small workloads and a tenth of the budget, to check that pairs work, not their speed."""
     pin: bool = True
     """Pin every rank to its own CPUs."""
 
@@ -95,7 +95,7 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
         if world.is_first:
             session.print_ranks(with_backend=True)
             if options.quick:
-                print_note("note: --quick: the workloads are too small for meaningful times")
+                print_note("note: with --quick, the workloads are too small for meaningful times")
             _print_head(width)
 
         def report(row: dict[str, Any]) -> None:

@@ -22,9 +22,9 @@ class Symmetric(bench.RankFlags):
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = 2
-    """Local ranks to start, unless a launcher already did."""
+    """Number of local ranks to start, unless a launcher has started ranks."""
     sizes: str = "1K,64K,1M,16M"
-    """Bytes of the compared all-reduces: 1K,64K or 1K:64M:x4."""
+    """Message sizes in bytes of the compared all-reduces: 1K,64K or 1K:64M:x4."""
     budget: float = 0.2
     """Seconds for each row."""
     pin: bool = True
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     if bench.is_rank():
         return _measure(options, sizes)
     if options.ranks is not None and options.ranks < 2:
-        raise UsageError(f"--ranks {options.ranks}: one-sided memory needs a peer, use 2")
+        raise UsageError(f"--ranks must be at least 2 for one-sided memory, got {options.ranks}")
     return bench.start_ranks("symmetric", arguments, options)
 
 

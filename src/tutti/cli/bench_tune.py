@@ -21,7 +21,7 @@ class Tune(bench.RankFlags):
     """
 
     sizes: str = "1K:8M:x2"
-    """Bytes: 1K,64K or a range 1K:8M:x2. K, M, G are binary."""
+    """Message sizes in bytes: 1K,64K or a range 1K:8M:x2. K, M, G are binary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the elements."""
     budget: float = 0.5
@@ -52,12 +52,11 @@ def _tune(options: Tune, sizes: list[int]) -> int:
         results: dict[str, Any] = {"rows": [], "table": None, "written": None, "world": about}
         if len(paths) > 1:
             return _measure(options, sizes, session, results | {"paths": list(paths)})
-        reason = f"on {device} a group of {world.size} has one path, that of its backend: "
-        reason += paths[0]
+        reason = f"on {device} a group of {world.size} ranks has only one path, {paths[0]}"
         if world.is_first:
-            print_note(f"there is nothing to choose: {reason}. No table is needed or written.")
+            print_note(f"no table is needed or written: {reason}")
             if device == "cpu":
-                print_note("To compare backends: tutti bench collectives --backends gloo,shm")
+                print_note("to compare backends: tutti bench collectives --backends gloo,shm")
             session.write({**results, "complete": True, "reason": reason})
         return 0
 

@@ -41,7 +41,7 @@ class Topo:
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Show the hosts in this file, which --record wrote, instead of this host."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start. Ignored under a launcher."""
+    """Number of local ranks to start. A launcher's ranks take precedence."""
     start_timeout: float = START_TIMEOUT
     """Seconds to wait until all ranks have started."""
 
@@ -78,12 +78,12 @@ def main(arguments: list[str]) -> int:
 
 
 def recorded_machines(path: Path) -> list[Machine]:
-    """Read the machines in `--from FILE`."""
+    """Return the machines in `--from FILE`."""
     try:
         return read_machines(path)
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise UsageError(f"--from {path}: {reason}: use a file that --record wrote") from None
+        raise UsageError(f"--from {path}: {reason}. Use a file that --record wrote") from None
 
 
 def record_machines(path: Path, machines: Sequence[Machine], note: str) -> None:
@@ -136,7 +136,7 @@ def _json_rows(topologies: Sequence[Topology]) -> dict[str, Any]:
 
 
 def topology_lines(topology: Topology, width: int) -> Iterator[str]:
-    """Yield matrix, devices, NUMA nodes and legend, with at most `width` columns if possible."""
+    """Yield the matrix, devices, NUMA nodes and legend, if possible within `width` columns."""
     for line in _unwrapped_lines(topology, width):
         yield from textwrap.wrap(line, width, subsequent_indent=" " * 6) or [""]
 
@@ -187,12 +187,12 @@ def _host_lines(topology: Topology) -> Iterator[str]:
         driver = machine.versions.get("driver", "unknown")
         yield f"  {count} × {name}, {_gib(memory)} each, driver {driver}"
     if machine.is_virtual:
-        note = ": links are as the hypervisor shows them, which may differ from the hardware"
+        note = "; the hypervisor's view of the links may differ from the hardware"
         yield f"  a virtual machine ({machine.virtualisation}){note if topology.gpus else ''}"
 
 
 def _matrix_lines(topology: Topology, width: int) -> Iterator[str]:
-    """Yield the matrix: a row per GPU, a column per GPU and NIC, in blocks that fit the width."""
+    """Yield the matrix with a row per GPU and a column per GPU and NIC, in blocks that fit."""
     rows = [f"GPU{gpu.index}" for gpu in topology.gpus]
     columns = [*rows, *(nic.id for nic in topology.interfaces)]
     left = max(map(len, rows)) + 1

@@ -29,7 +29,7 @@ _RETRIES, _PASSES_PER_RETRY = 2, 2
 
 @dataclass
 class BandwidthBench:
-    """Settings and the results so far; the same on all ranks."""
+    """Settings and results. All ranks have the same values."""
 
     world: World
     control: RankControl
@@ -39,7 +39,7 @@ class BandwidthBench:
     budget: float  # seconds for each kind of traffic, operation and size
     parts: Sequence[str]  # the names in PARTS to measure
     progress: Callable[[str], None]  # prints a line
-    concurrent: bool = False  # measure disjoint pairs at the same time
+    concurrent: bool = False  # whether to measure disjoint pairs at the same time
     pairs: list[Row] = field(default_factory=list)
     one_to_all: list[Row] = field(default_factory=list)
     all_to_all: list[Row] = field(default_factory=list)
@@ -48,12 +48,12 @@ class BandwidthBench:
     findings: list[link_verdicts.Finding] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
-    complete: bool = False  # every part was measured
+    complete: bool = False  # whether every part was measured
     save: Callable[[], None] = lambda: None
     """Called after each pass, operation and copy, on the rank that writes files."""
 
     def run(self) -> None:
-        """Measure the parts. Collective."""
+        """Measure the parts. All ranks must call this method."""
         if self.world.size < 2:
             for part in PARTS[:-1]:
                 self._skip(part, "one rank has no pairs: use --ranks 2")
@@ -70,7 +70,7 @@ class BandwidthBench:
 
     @property
     def classes(self) -> list[Row]:
-        """One row per class of pairs and message size: median speeds and their spread."""
+        """The median speeds and their spread, in one row per class of pairs and message size."""
         classes: list[Row] = []
         for (name, size), pairs in link_verdicts.rows_by_class(self.pairs).items():
             row: Row = {"class": name, "bytes": size, "pairs": len(pairs)}
@@ -112,8 +112,8 @@ class BandwidthBench:
         seconds = len(traffic) * self.budget
         if seconds > 60:
             self.progress(
-                f"{len(traffic)} kinds of traffic of about {self.budget:g} s each: "
-                f"{seconds / 60:.0f} minutes; --together or a smaller --budget takes less"
+                f"{len(traffic)} kinds of traffic take about {self.budget:g} s each, "
+                f"{seconds / 60:.0f} minutes in total; --together or a smaller --budget takes less"
             )
         meter = TrafficMeter(group, self.control, self.world.device, self.budget)
 
@@ -259,7 +259,7 @@ def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
 def _table(
     title: str, label: str, columns: Mapping[str, str], rows: Sequence[Row]
 ) -> Iterator[str]:
-    """Yield the lines of a table: a column with the template `label`, then `columns` of fields."""
+    """Yield the lines of a table. The first column is `label`, filled with the fields of a row."""
     if not rows:
         return
     lines = [[title, *columns]]
@@ -289,7 +289,7 @@ def _matrices(bench: BandwidthBench, size: int, width: int) -> Iterator[str]:
     marks = {"degraded": "!", "bad": "!!"}
     for metric, direction in (("gbs_uni", "one way"), ("gbs_bi", "both ways, the sum")):
         about = f"messages of {format_size(size)}, {how}"
-        yield f"# {direction}, GB/s, {about}: rows send, columns receive"
+        yield f"# {direction}, GB/s, {about} (rows send, columns receive)"
         yield f"#{'':5}" + "".join(f"{rank:>{_CELL}}" for rank in ranks)
         cells = {
             (row["src"], row["dst"]): marks.get(row["verdict"], "") + three_digits(row[metric])
@@ -317,12 +317,13 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
     for finding in bench.findings:
         reference = f"{three_digits(finding.against_gbs)} ({finding.against})"
         speeds = f"{three_digits(finding.gbs)} GB/s compared with {reference}"
-        yield f"# {finding.verdict}: {finding.what}: {speeds}"
+        yield f"# {finding.verdict}: {finding.what} has {speeds}"
         for cause in finding.causes:
             yield f"#   {cause if cause.startswith('observed') else 'possible cause: ' + cause}"
     if bench.pairs and not bench.findings:
         unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
-        good, reason = len(bench.pairs) - unknown, "no other pair of the class, no published figure"
+        good = len(bench.pairs) - unknown
+        reason = "the class has no other pair and no published figure"
         verdicts = [f"{good} pairs are as fast as their class"] if good else []
-        verdicts += [f"{unknown} pairs are unknown: {reason}"] if unknown else []
+        verdicts += [f"{unknown} pairs are unknown ({reason})"] if unknown else []
         yield f"# verdict: {'; '.join(verdicts)}"

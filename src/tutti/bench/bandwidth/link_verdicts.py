@@ -33,7 +33,7 @@ from tutti.world.world import World
 Row = dict[str, Any]
 Flow = tuple[int, int]
 RankLocation = dict[str, Any]
-Published = Callable[[Row], Figure | None]  # returns the catalogue's figure for a row
+Published = Callable[[Row], Figure | None]  # a function that returns the catalogue's figure
 
 VERDICTS = ("unknown", "good", "degraded", "bad")  # in ascending severity
 # A figure below these fractions of its reference is "degraded" or "bad".
@@ -47,7 +47,7 @@ _SIGMAS = 3
 
 
 def locate_rank(world: World, cpus: str) -> RankLocation:
-    """Return where this rank runs, for JSON. `cpus` is the list of CPUs of this rank."""
+    """Return the location of this rank for JSON. `cpus` is the list of CPUs of this rank."""
     own_cpus, files = parse_cpu_list(cpus), SysFiles()
     # A core is identified by the list of its hardware threads.
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -86,8 +86,8 @@ def _gpu_pair_class(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         return "NVLink"
     if a["nvlinks_to_switch"] and b["nvlinks_to_switch"]:
         return "NVSwitch"
-    known = None not in (a["numa"], b["numa"])
-    return "NUMA" if known and a["numa"] != b["numa"] else "PCIe"
+    numa_known = None not in (a["numa"], b["numa"])
+    return "NUMA" if numa_known and a["numa"] != b["numa"] else "PCIe"
 
 
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
         "pci": pci,
         "numa": known.numa_node if known else numa_node_of_gpu(pci),
         "pcie_width": pcie and pcie.width,
-        "pcie_width_most": pcie and pcie.max_width,
+        "pcie_width_max": pcie and pcie.max_width,
         "nvlinks_to": [link.peer_pci for link in links if link.peer_kind == "gpu"],
         "nvlinks_to_switch": sum(link.peer_kind == "switch" for link in links),
     }
@@ -144,7 +144,7 @@ class Finding(NamedTuple):
 
     what: str
     verdict: str
-    gbs: float  # median over the slow pairs
+    gbs: float  # the median speed of the slow pairs
     against_gbs: float
     against: str
     pairs: tuple[Flow, ...]
@@ -215,7 +215,7 @@ def _judge_class(
             row["verdict"] = _worst([row["verdict"], both])
     slow = {flow: row for flow, row in by_flow.items() if row["verdict"] in _SLOW}
     if not slow and len(set(map(frozenset, by_flow))) < 2:
-        for row in rows:  # a class of one pair has no other reference than the catalogue
+        for row in rows:  # the only reference of a class with one pair is the catalogue
             row["verdict"] = "unknown" if published(row) is None else row["verdict"]
     reference, against = one_way[0], f"its class, {name}"
     if slow and below_catalogue == len(rows) and figure is not None:
@@ -256,7 +256,7 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
     reference = median_high(best.values())
     over_ends = 1.4826 * median_low(abs(math.log(speed / reference)) for speed in best.values())
     healthy = [row["spread"] for row in rows if (row[metric] or 0.0) >= DEGRADED * reference]
-    # The best of five passes varies about half as much as a single pass: hence the division by 2.
+    # Divide by 2, because the best of five passes varies about half as much as a single pass.
     sigma = max(over_ends, math.log1p(median(healthy)) / 2)
     return reference, reference * min(DEGRADED, math.exp(-_SIGMAS * sigma))
 
@@ -264,9 +264,9 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
 def _explain_slow_flows(
     all_flows: set[Flow], slow: set[Flow], locations: Sequence[RankLocation], between_hosts: bool
 ) -> list[tuple[str, list[int], set[Flow]]]:
-    """Attribute slow flows to hosts (if the pairs are between hosts), then to ranks and pairs.
+    """Return (name, ranks at the slow end, flows) of each slow host, rank or pair.
 
-    Returns (name, ranks at the slow end, flows) of each host, rank or pair that was found.
+    Flows are attributed to hosts (if the pairs are between hosts), then to ranks, then to pairs.
     """
     found = []
     unexplained = set(slow)
@@ -345,7 +345,7 @@ def _interface_differences(
     name = f"{interface['name']} of {location['host']}"
     others = [each["interface"] for each in locations if each["machine"] != location["machine"]]
     if interface["shaper"]:
-        yield f"observed: {name} is limited by tc: {interface['shaper']}"
+        yield f"observed: tc limits {name} ({interface['shaper']})"
     units = {"mbits": " Mbit/s", "mtu": " bytes MTU"}
     yield from _less_than_others(name, interface, others, units)
 
@@ -356,19 +356,19 @@ def _gpu_differences(rank: int, locations: Sequence[RankLocation]) -> Iterator[s
         for location in locations
         if (gpu := location["gpu"])
     }
-    own, name = gpus[rank], f"the GPU of rank {rank}"
-    others = [other for other in gpus.values() if other["uuid"] != own["uuid"]]
+    gpu, name = gpus[rank], f"the GPU of rank {rank}"
+    others = [other for other in gpus.values() if other["uuid"] != gpu["uuid"]]
     units = {"links": " active NVLinks", "pcie_width": " PCIe lanes"}
-    yield from _less_than_others(name, own, others, units)
-    width, maximum = own["pcie_width"], own["pcie_width_most"]
+    yield from _less_than_others(name, gpu, others, units)
+    width, maximum = gpu["pcie_width"], gpu["pcie_width_max"]
     if width and maximum and width < maximum:
         yield f"observed: {name} uses {width} of its {maximum} PCIe lanes"
 
 
 def _less_than_others(
-    name: str, own: Row, others: Sequence[Row | None], units: Mapping[str, str]
+    name: str, device: Row, others: Sequence[Row | None], units: Mapping[str, str]
 ) -> Iterator[str]:
     for field, unit in units.items():
         values = [other[field] for other in others if other and other[field] is not None]
-        if own[field] is not None and values and own[field] < min(values):
-            yield f"observed: {name} has {own[field]}{unit}, the others {min(values)} or more"
+        if device[field] is not None and values and device[field] < min(values):
+            yield f"observed: {name} has {device[field]}{unit}, the others {min(values)} or more"

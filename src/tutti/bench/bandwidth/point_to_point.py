@@ -1,4 +1,4 @@
-"""Point-to-point transfers: messages between ranks, all-reduce from messages, GPU copies.
+"""Point-to-point transfers: messages between ranks, an all-reduce made of messages, GPU copies.
 
 A flow is (source rank, destination rank). The receiver measures the time from the arrival of the
 first window of messages to the arrival of the last window. Neither a late start nor buffering at
@@ -43,28 +43,28 @@ Flow = tuple[int, int]
 class Traffic:
     """Flows that are active at the same time, at most one into each rank, and their samples."""
 
-    kind: str  # one way, both ways, one to all
+    kind: str  # "one way", "both ways" or "one to all"
     flows: tuple[Flow, ...]
-    bytes: int  # per message
-    window: int = 1  # messages in flight
+    bytes: int  # size of a message
+    window: int = 1  # number of messages in flight
     windows: int = 0  # number of timed windows in each pass
-    # Per flow: seconds per message in each pass, and the number of wrong bytes.
+    # For each flow, the seconds per message in each pass, and the number of wrong bytes.
     seconds: dict[Flow, list[float]] = field(default_factory=dict)
     wrong: dict[Flow, int] = field(default_factory=dict)
 
     def speeds(self, flow: Flow) -> list[float]:
-        """Return the GB/s of a flow in each pass, in ascending order."""
+        """Return the speeds of a flow in each pass in GB/s, in ascending order."""
         return sorted(self.bytes / seconds / 1e9 for seconds in self.seconds.get(flow, ()))
 
     def total_speeds(self, flows: Sequence[Flow] | None = None) -> list[float]:
-        """Return the total GB/s of all flows, or of `flows`, over the time of the slowest flow."""
+        """Return the total GB/s of all flows, or of `flows`, in the slowest flow's time."""
         samples = [self.seconds.get(flow, []) for flow in flows or self.flows]
         slowest = [max(times) for times in zip(*samples, strict=True)]
         return sorted(len(samples) * self.bytes / seconds / 1e9 for seconds in slowest)
 
 
 def disjoint_rounds(ranks: int) -> list[list[Flow]]:
-    """Return all pairs (a < b) in rounds of disjoint pairs: the circle method of tournaments."""
+    """Return all pairs (a < b) in rounds of disjoint pairs, by the circle method of tournaments."""
     circle = [*range(ranks + ranks % 2)]  # if `ranks` is odd, one rank pauses per round
     half, rounds = len(circle) // 2, []
     for _ in range(len(circle) - 1):
@@ -75,7 +75,7 @@ def disjoint_rounds(ranks: int) -> list[list[Flow]]:
 
 
 class TrafficMeter:
-    """Measures traffic over one process group. All ranks make the same calls."""
+    """Measures traffic over one process group. All ranks must make the same calls."""
 
     def __init__(
         self, group: dist.ProcessGroup, control: RankControl, device: torch.device, budget: float
@@ -115,7 +115,7 @@ class TrafficMeter:
         to = [dst for src, dst in traffic.flows if src == self._rank]
         source = next((src for src, dst in traffic.flows if dst == self._rank), None)
         if self._sent.numel() != traffic.bytes:
-            # Free the old buffers first: both may be large.
+            # Free the old buffers first, because old and new buffers may be large.
             self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._sent = data_pattern(self._rank, traffic.bytes, self._device)
             self._received = torch.zeros_like(self._sent)
@@ -140,7 +140,7 @@ class TrafficMeter:
             traffic.wrong[flow] = traffic.wrong.get(flow, 0) + int(wrong)
 
     def _collect(self, traffic: Traffic, value: float) -> list[float]:
-        """Return the value that the receiver of each flow passed. The same on all ranks."""
+        """Return the `value` of each flow's receiver. All ranks return the same list."""
         received = [value if dst == self._rank else 0.0 for _, dst in traffic.flows]
         return self._control.max_over_ranks(received)
 
@@ -161,7 +161,7 @@ class TrafficMeter:
 
 
 def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGroup) -> None:
-    """Post all (isend or irecv, tensor, peer) at once and wait. Empty tensors are skipped."""
+    """Post all messages (isend or irecv, tensor, peer) at once and wait. Skip empty tensors."""
     messages = [message for message in messages if message[1].numel()]
     if messages and messages[0][1].is_cuda:
         # NCCL sends that wait for their receives would deadlock in a ring, so post one batch.
@@ -211,7 +211,7 @@ def point_to_point_all_reduce(
 
 
 def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `tensor` over all ranks in place: a reduce-scatter, then an all-gather of the shards."""
+    """Sum `tensor` over all ranks in place, with a reduce-scatter and an all-gather of shards."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     shards, scratches = tensor.tensor_split(ranks), scratch.tensor_split(ranks)
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
@@ -262,7 +262,7 @@ class Copy:
     kind: str
     source: Tensor
     target: Tensor
-    speeds: list[float] = field(default_factory=list)  # GB/s, one per pass
+    speeds: list[float] = field(default_factory=list)  # in GB/s, one speed per pass
     wrong: int = 0
 
     @property
@@ -271,7 +271,7 @@ class Copy:
         return (self.target if self.target.is_cuda else self.source).device
 
     def time(self, keep_sample: bool = True) -> None:
-        """Time the copy and check its result."""
+        """Measure the time of the copy and check its result."""
         self.target.zero_()  # stale data must not pass the check
         copy = partial(self.target.copy_, self.source, non_blocking=True)
         with torch.cuda.device(self.device):

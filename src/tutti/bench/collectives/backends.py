@@ -32,8 +32,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 # {name of the backend: algorithm of symmetric.all_reduce}
 _ALGORITHMS = {"symmetric": "auto", "one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
-# Limit for the tensors of all calls in a group: each grouped call needs its own tensors. Larger
-# messages gain nothing from a group.
+# Limit for the tensors of all calls in a group, because each grouped call needs its own tensors.
+# Larger messages gain nothing from a group.
 _MAX_GROUPED_BYTES = 256 << 20
 
 
@@ -43,7 +43,8 @@ def open_backends(
 ) -> Iterator[tuple[list[Backend], list[dict[str, str]]]]:
     """Yield the available backends, and {backend, reason} of each backend that is not available.
 
-    Collective on entry and on exit. `largest` is the size of the largest message in bytes.
+    All ranks must enter and leave the `with` block together. `largest` is the size of the largest
+    message in bytes.
     """
     with ExitStack() as stack:
         buffers = Buffers(world.device)
@@ -61,7 +62,7 @@ def _open_backend(
     name: str, world: World, largest: int, buffers: Buffers, stack: ExitStack
 ) -> Backend:
     def open_heap(group: dist.ProcessGroup | None = None) -> symmetric.Heap:
-        # Send and receive buffers, plus alignment.
+        # The heap holds a send buffer and a receive buffer, plus alignment.
         size = 2 * largest + (1 << 20)
         return stack.enter_context(symmetric.Heap(group, bytes=size, device=world.device))
 
@@ -86,7 +87,7 @@ def _open_backend(
 
 
 def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
-    """Create a process group over all ranks; return the group and a description of its backend."""
+    """Create a process group of all ranks. Return (group, description of its backend)."""
     about = ""
     if name == "shm":
         from tutti.comm.shm import available, register
@@ -185,10 +186,10 @@ def with_grouped(
 def _prepare_grouped(
     group: dist.ProcessGroup, times: int, buffers: Buffers, case: CollectiveCase
 ) -> PreparedCase:
-    """Prepare grouped calls of tutti.comm on matrices with one row per call; rows are checked."""
+    """Prepare grouped calls of tutti.comm on matrices with one row per call."""
     if case.bytes * times > _MAX_GROUPED_BYTES:
         limit = _MAX_GROUPED_BYTES >> 20
-        raise Unsupported(f"{times} messages of {case.bytes} bytes are more than {limit} MiB")
+        raise Unsupported(f"{times} messages of {case.bytes} bytes exceed {limit} MiB")
     name = case.operation.name
     if name in ("all_gather_uneven", "all_to_all_uneven", "barrier"):
         raise Unsupported(f"comm.group() does not support {name}")
@@ -244,7 +245,7 @@ def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) ->
     if algorithm != "auto" or op not in ("all_gather", "reduce_scatter"):
         raise Unsupported(f"{name} has no {op} on symmetric tensors")
     if case.in_place:
-        raise Unsupported(f"{op} on symmetric tensors is out of place only")
+        raise Unsupported(f"{op} on symmetric tensors works only out of place")
     function: Any = getattr(symmetric, op)
     sent = empty(case.sent_count)
     result = torch.empty(case.received_count, dtype=case.dtype, device=heap.device)
@@ -268,7 +269,7 @@ def _heap_tensors(
 def _prepare_staged(stage: Stage, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
     """Prepare an in-place all_reduce of an ordinary tensor through a symmetric buffer."""
     if case.operation.name != "all_reduce" or not case.in_place:
-        raise Unsupported("staged has all_reduce in place only")
+        raise Unsupported("staged supports only all_reduce in place")
     if case.bytes > STAGED_BYTES:
         raise Unsupported(f"the symmetric buffer has {STAGED_BYTES} bytes")
     tensor = buffers.take("received", case.count, case.dtype)
@@ -358,7 +359,7 @@ def open_mpi(buffers: Buffers, ranks: int) -> Backend:
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "funneled"  # only one thread calls MPI: no locking needed
+        mpi4py.rc.thread_level = "funneled"  # only one thread calls MPI, so no locking is needed
         from mpi4py import MPI
     except ImportError as error:
         raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None
@@ -397,7 +398,7 @@ def _prepare_mpi(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCa
         "gather": (world.Gather, root_source, receive if root else None),
         "scatter": (world.Scatter, send if root else None, root_target),
         "all_to_all": (world.Alltoall, send, receive),
-        # (buffer, to, tag, buffer, from)
+        # The arguments are (send buffer, to, tag, receive buffer, from).
         "send_recv": (world.Sendrecv, send, case.neighbours[0], 0, receive, case.neighbours[1]),
         "all_gather_uneven": (world.Allgatherv, send, receive_shards),
         "all_to_all_uneven": (world.Alltoallv, send_splits, receive_splits),

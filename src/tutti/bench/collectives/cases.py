@@ -1,4 +1,4 @@
-"""One collective at one size: its tensors on this rank, the data to send, the expected result.
+"""One collective at one size: its tensors on this rank, the data to send and the expected result.
 
 Values are integers whose sum over all ranks fits the mantissa of the dtype, so every correct
 result is exact in any order of reduction. Values depend on rank and index. They repeat after 8191
@@ -29,7 +29,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INT
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One operation at one size, the same for all compared backends. The root is rank 0."""
+    """One operation at one size. All compared backends run the same case. The root is rank 0."""
 
     operation: Operation
     count: int
@@ -82,7 +82,7 @@ class CollectiveCase:
         return (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
     def uneven_splits(self, rank: int) -> list[int]:
-        """Return how many elements `rank` exchanges with each rank in all_to_all_uneven."""
+        """Return the number of elements that `rank` sends to each rank in all_to_all_uneven."""
         shards = uneven_shards(self.count, self.ranks)
         return [shards[(rank + peer) % self.ranks] for peer in range(self.ranks)]
 
@@ -108,24 +108,24 @@ def case_groups(
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case on one backend: a tensor to fill before the call, and a tensor to check afterwards."""
+    """A case on one backend, with a tensor to fill before the call and one to check after it."""
 
     sent: Tensor
     received: Tensor
     call: Callable[[], Any]
     close: Callable[[], None] = lambda: None
-    operations: int = 1  # per call; reported times are call times divided by this number
+    operations: int = 1  # number of operations per call, by which reported times are divided
 
 
 @dataclass(frozen=True)
 class Backend:
     """A backend, or one algorithm of a backend, that a sweep can measure."""
 
-    name: str  # as in --backends, tables and JSON
-    about: str  # version or variant, or empty
-    # Allocates tensors and binds the call; raises Unsupported with the reason.
+    name: str  # the name in --backends, tables and JSON
+    about: str  # the version or variant, or ""
+    # Allocates tensors and binds the call. Raises Unsupported with the reason.
     prepare: Callable[[CollectiveCase], PreparedCase]
-    group: dist.ProcessGroup | None = None  # of a torch.distributed backend
+    group: dist.ProcessGroup | None = None  # the group of a torch.distributed backend
 
 
 class Buffers:
@@ -139,7 +139,7 @@ class Buffers:
         """Return the tensor of this role. It is reallocated if the size or dtype changes."""
         tensor = self._tensors.get(role)
         if tensor is None or tensor.numel() != count or tensor.dtype != dtype:
-            self._tensors.pop(role, None)  # free the old tensor first: both may be large
+            self._tensors.pop(role, None)  # free the old tensor before a new one is allocated
             tensor = self._tensors[role] = torch.zeros(count, dtype=dtype, device=self._device)
         return tensor
 
@@ -192,12 +192,12 @@ class Payload:
     expected: Tensor
 
     def count_wrong(self, received: Tensor) -> int:
-        """Return the number of elements that differ from the expected result; NaN differs."""
+        """Return the number of elements that differ from the expected result, or are NaN."""
         return int((received.to(self.expected.device) != self.expected).sum())
 
 
 def payload(case: CollectiveCase) -> Payload:
-    """Return the data and the expected result of this rank; empty tensors if it has none."""
+    """Return the data and the expected result of this rank, or empty tensors if it has none."""
     count, rank, nothing = case.count, case.rank, torch.empty(0, dtype=case.dtype)
     tiles = _tiles(case.dtype, case.ranks)
     summed = torch.stack(tiles).sum(0).to(case.dtype) if case.operation.reduces else tiles[0]

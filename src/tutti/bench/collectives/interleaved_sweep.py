@@ -1,4 +1,4 @@
-"""The sweep of `tutti bench collectives`: in each case all backends are measured in turns."""
+"""The sweep of `tutti bench collectives`, which measures all backends of a case in turns."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,11 +32,11 @@ class _Entry:
     prepared: PreparedCase
     data: Payload
     seconds: float = 0.0  # time of one call, estimated in the warm-up
-    calls: int = 0  # per round
+    calls: int = 0  # number of calls per round
     wrong: int = 0
 
     def reset(self) -> None:
-        """Clear the result, then write the input. The order matters: in place, the two overlap."""
+        """Clear the result, then write the input. In place, both are the same tensor."""
         self.prepared.received.zero_()
         self.prepared.sent.copy_(self.data.sent)
 
@@ -50,13 +50,13 @@ class Sweep:
     world: World
     budget: float  # seconds per backend, case and timing
     timings: Sequence[str] = ("back-to-back",)
-    iterations: int | None = None  # calls; None: as many as the budget allows
-    max_warmup: int = 20  # untimed calls
-    max_rounds: int = 8  # every backend has one turn per round
+    iterations: int | None = None  # number of timed calls, or None: as many as the budget allows
+    max_warmup: int = 20  # maximum number of untimed calls
+    max_rounds: int = 8  # maximum number of rounds; every backend has one turn per round
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
-    complete: bool = False  # every case was measured
+    complete: bool = False  # whether every case was measured
 
     def run(
         self, groups: Iterable[Sequence[CollectiveCase]], report: Callable[[list[Row]], None]
@@ -123,7 +123,7 @@ class Sweep:
             self.skipped.append({**key, "dtype": _dtype_name(case.dtype), "reason": reason})
 
     def _time(self, entry: _Entry, times: int) -> float:
-        """Return the mean seconds per call of the slowest rank. The same on all ranks."""
+        """Return the mean seconds per call of the slowest rank. All ranks return the same value."""
         self.control.check_stop()
         seconds = time_back_to_back(entry.prepared.call, times, self.world.device)
         return max(1e-7, self.control.max_over_ranks([float(seconds.mean())])[0])
@@ -160,22 +160,22 @@ class Sweep:
         ]
 
     def _round(self, entry: _Entry, timing: str) -> Tensor:
-        """Return the seconds of each call of one round; each is the time of the slowest rank."""
+        """Return the seconds of each call of one round, on the slowest rank of the call."""
         call = entry.prepared.call
-        # Untimed calls: other backends have run since the last turn of this backend, and ranks
-        # leave the barrier one after the other.
+        # Make untimed calls, because other backends have run since the last turn of this backend,
+        # and ranks leave the barrier one after the other.
         for _ in range(1 if entry.seconds > 1e-3 else 3):
             call()
         if timing == "back-to-back":
             seconds = time_back_to_back(call, entry.calls, self.world.device)
             return self.control.max_of_tensor(seconds)
         starts, ends = time_isolated(call, entry.calls, self.world.device, self.control.check_stop)
-        if self.world.nodes > 1:  # clocks of hosts differ: use the durations of ranks
+        if self.world.nodes > 1:  # the clocks of hosts differ, so use the durations of ranks
             return self.control.max_of_tensor(ends - starts)
         return self.control.max_of_tensor(ends) - self.control.max_of_tensor(starts)
 
     def _count_wrong(self, entry: _Entry, call_again: bool) -> int:
-        """Return the number of wrong elements on this rank, of the last call or of another call."""
+        """Return the number of wrong elements on this rank. With `call_again`, call once more."""
         if call_again:
             entry.reset()
             entry.prepared.call()
@@ -237,7 +237,7 @@ def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measu
 
 
 def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
-    """Choose the path of one operation for each size; return the measurement of each chosen path.
+    """Return the measurement of the path that is chosen for each size of one operation.
 
     If the fastest path were chosen at each size, noise would make the choice alternate at sizes for
     which two paths are about equally fast. Instead, the sum of ln(time / fastest time) over sizes,

@@ -1,4 +1,4 @@
-"""Rows of a sweep as a table with the columns of nccl-tests that fit the terminal, and as CSV."""
+"""Formats the rows of a sweep as a table with the columns of nccl-tests, and as CSV."""
 
 import csv
 import io
@@ -59,7 +59,7 @@ class CollectivesTable:
             print_line("#" + _line({name: name for name in columns}, columns)[1:])
             print_line("#" + _line({name: _COLUMNS[name][0] for name in columns}, columns)[1:])
             if self.spread and "cv%" not in columns:
-                print_line("# too narrow for min, p99 and cv: use --json")
+                print_line("# the terminal is too narrow for min, p99 and cv: use --json")
         for row in rows:
             hidden = row["wrong"] and "#wrong" not in self.columns
             wrong = f" {row['wrong']} WRONG" if hidden else ""
@@ -109,7 +109,7 @@ def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _ratio(row: Row, rows: list[Row]) -> str:
-    """Format the speed relative to the first backend, or of a group relative to single calls."""
+    """Return the speed relative to the first backend; for a group, relative to single calls."""
     kind = (row["placement"], row["timing"])
     comparable = [other for other in rows if (other["placement"], other["timing"]) == kind]
     baseline = comparable[0]
@@ -127,7 +127,7 @@ def _format_us(microseconds: float) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Format the rows as CSV with a header. time_us becomes time_us_p50, time_us_p95, …"""
+    """Return the rows as CSV with a header. time_us becomes time_us_p50, time_us_p95, …"""
     text = io.StringIO()
     for number, row in enumerate(rows):
         flat = {key: value for key, value in row.items() if key != "time_us"}

@@ -52,20 +52,20 @@ class Pair:
     baseline: Callable[[], Any]
     optimized: Callable[[], Any]
     tolerance: float = 0.0
-    """Largest allowed difference, relative to the largest value of a tensor. 0: no difference."""
+    """Largest allowed difference, relative to the largest value of a tensor."""
     reason: str = ""
-    """The workload, and why the tolerance is not 0. Printed below the row."""
+    """The workload, and why the tolerance is not 0. This text is printed below the row."""
     close: Callable[[], None] = lambda: None
-    """Called on all ranks after the pair was measured."""
+    """A function that is called on all ranks after the pair was measured."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a pair is measured: the argument of every function that makes a pair."""
+    """The environment of a pair. Every function that makes a pair has this argument."""
 
     world: "World"
     quick: bool = False
-    """Use small workloads, to check that a pair works. The figures are not meaningful."""
+    """Whether to use small workloads that only check that a pair works."""
 
     @property
     def device(self) -> "torch.device":
@@ -82,7 +82,7 @@ class Setting:
         return quick if self.quick else full
 
     def need(self, has: bool, reason: str) -> None:
-        """Skip the pair on all ranks unless `has` is true on every rank. Collective."""
+        """Skip the pair unless `has` is true on every rank. All ranks must call this method."""
         from tutti.world.exchange import gather_json
 
         if not all(gather_json(has)):
@@ -90,7 +90,7 @@ class Setting:
 
 
 class PairEntry(NamedTuple):
-    """The name of a pair and the function that makes the pair; its module is imported later."""
+    """The name of a pair, and a function that makes the pair. The function imports its module."""
 
     name: str
     about: str  # what the baseline does → what the optimized form does
@@ -98,7 +98,7 @@ class PairEntry(NamedTuple):
 
 
 def _make_builtin(name: str, setting: Setting) -> Pair:
-    """Import the module of a pair, which imports torch, and call the function that makes it."""
+    """Return a built-in pair. Its module, which imports torch, is imported here."""
     kind = "memory" if name in ("pinned", "unified", "placement") else "communication"
     module = import_module(f"tutti.bench.pairs.{kind}_pairs")
     pair: Pair = getattr(module, name.replace("-", "_"))(setting)
@@ -126,23 +126,23 @@ BUILTIN_PAIRS = {
 
 def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
     """Return the pairs named by --only, or else all pairs of --file, or else all built-in pairs."""
-    own = {} if file is None else {entry.name: entry for entry in _entries_in(file)}
-    known = BUILTIN_PAIRS | own
+    from_file = {} if file is None else {entry.name: entry for entry in _entries_in(file)}
+    available = BUILTIN_PAIRS | from_file
     for name in only:
-        if name not in known:
-            raise UsageError(f"--only: no pair {name!r}: {did_you_mean(name, known)}")
+        if name not in available:
+            raise UsageError(f"--only has no pair {name!r}: {did_you_mean(name, available)}")
         if only.count(name) > 1:
-            raise UsageError(f"--only {','.join(only)}: {name} is named twice")
-    return [known[name] for name in only or own or BUILTIN_PAIRS]
+            raise UsageError(f"--only {','.join(only)} has {name} twice")
+    return [available[name] for name in only or from_file or BUILTIN_PAIRS]
 
 
 def _entries_in(file: Path) -> Iterator[PairEntry]:
     """Yield the pairs in the list PAIRS of a user's file."""
     if not file.is_file():
-        raise UsageError(f"--file {file}: there is no such Python file")
+        raise UsageError(f"--file {file} does not exist")
     spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise UsageError(f"--file {file}: its name must end in .py")
+        raise UsageError(f"--file {file} must end in .py")
     module: Any = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -150,9 +150,7 @@ def _entries_in(file: Path) -> Iterator[PairEntry]:
         raise UsageError(f"--file {file}: {type(error).__name__}: {error}") from error
     factories = getattr(module, "PAIRS", None)
     if not isinstance(factories, list) or not factories or not all(map(callable, factories)):
-        raise UsageError(
-            f"--file {file}: it must define PAIRS = [function, …], see Pair and Setting"
-        )
+        raise UsageError(f"--file {file} must define PAIRS = [function, …] (see Pair and Setting)")
     for factory in factories:
         about = (factory.__doc__ or "").strip().partition("\n")[0]
         name = str(getattr(factory, "__name__", "")).replace("_", "-")

@@ -61,7 +61,7 @@ def data_parallel(setting: Setting) -> Pair:
         gradients = _backward(replica, own_batch)
         return gradients if world.is_first else []
 
-    reason = f"{size.about}; matrix products of other shapes sum in another order"
+    reason = f"{size.about}; matrix products of different shapes sum in different orders"
     return Pair(one_process, one_process_per_gpu, tolerance=1e-4, reason=reason)
 
 
@@ -111,7 +111,7 @@ def accumulation(setting: Setting) -> Pair:
     every, last = (_ddp(size, setting) for _ in range(2))
     baseline = partial(_backward, every, microbatches)
     optimized = partial(_backward, last, microbatches, sync_once=True)
-    reason = f"{size.about}, {_MICROBATCHES} microbatches; sums are in another order"
+    reason = f"{size.about}, {_MICROBATCHES} microbatches; the order of sums differs"
     return Pair(baseline, optimized, tolerance=1e-5, reason=reason)
 
 
@@ -120,15 +120,15 @@ def bf16_gradients(setting: Setting) -> Pair:
     size = _size(setting, "large")
     full, rounded = (_ddp(size, setting) for _ in range(2))
     rounded.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
-    # Each rank's gradient and the sum are rounded: at most 2 × 2⁻⁹ of a value.
+    # Each rank's gradient and the sum are rounded, by at most 2 × 2⁻⁹ of a value.
     return _step_pair(size, setting, full, rounded, 1e-2, "; bfloat16 has 8 significant bits")
 
 
 def _sum_tolerance(setting: Setting) -> tuple[float, str]:
-    """Return the tolerance and its reason if two backends sum the ranks in different orders."""
+    """Return (tolerance, reason) for two backends that may sum the ranks in different orders."""
     if setting.world.size <= 2:  # a sum of two numbers does not depend on their order
         return 0.0, ""
-    return 1e-5, "; ranks are summed in another order"
+    return 1e-5, "; the order in which ranks are summed differs"
 
 
 def _step_pair(
@@ -141,7 +141,10 @@ def _step_pair(
 
 
 def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> float:
-    """Return the key of the fastest call, timed on the slowest rank, in turns. Collective."""
+    """Return the key of the fastest call. All ranks must call this function.
+
+    The calls are timed in turns, on the slowest rank.
+    """
     times: dict[float, list[float]] = {key: [] for key in calls}
     for _ in range(setting.pick(5, 1) + 2):
         for key, call in calls.items():
@@ -163,7 +166,7 @@ def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> floa
 class _Size:
     layers: int
     width: int
-    batch: int  # samples per rank
+    batch: int  # number of samples per rank
 
     @property
     def about(self) -> str:
@@ -173,7 +176,7 @@ class _Size:
 
 # {name: (size on the CPU, size on a GPU)}
 _SIZES = {
-    # Gradients larger than the caches; their communication takes as long as their computation.
+    # Gradients are larger than the caches, and are communicated as long as they are computed.
     "large": (_Size(16, 1024, 8), _Size(12, 2048, 1024)),
     # Layers of equal size. The backward of a layer takes several times as long as a message.
     "many layers": (_Size(12, 512, 128), _Size(12, 2048, 1024)),
@@ -212,7 +215,7 @@ def _ddp(
 
 
 def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) -> list[Tensor]:
-    """Forward and backward of each batch, and return the accumulated gradients.
+    """Run forward and backward of each batch, and return the accumulated gradients.
 
     With `sync_once`, only the backward of the last batch communicates.
     """
@@ -359,7 +362,7 @@ class RingExchange:
         self._sent = 0
 
     def exchange(self, message: Tensor) -> Tensor:
-        """Send a message, and return the received message. It is valid until the next exchange."""
+        """Send a message. Return the received message, which is valid until the next exchange."""
         heap, before = self.heap, self._sent
         self._sent = number = before + 1
         buffer = self._buffers[number % 2]

@@ -76,7 +76,7 @@ def placement(setting: Setting) -> Pair:
     return Pair(
         baseline=partial(read, near),
         optimized=partial(read, far),
-        reason=f"{target.nbytes >> 20} MiB from NUMA node {near}, then {far}; below 1 is the cost",
+        reason=f"{target.nbytes >> 20} MiB from NUMA node {near}, then {far}; a cost if below 1",
     )
 
 
@@ -112,7 +112,7 @@ def _running_on(cpus: tuple[int, ...]) -> Iterator[None]:
 def through_unified_memory(data: Tensor, work: Work) -> Tensor:
     """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
 
-    The pages are prefetched: they migrate before they are accessed, instead of one fault at a time.
+    The pages are prefetched: they migrate before they are accessed, instead of at each page fault.
     """
     source = Managed(data.shape, data.dtype)
     source.on_cpu.copy_(data)
@@ -126,9 +126,10 @@ def through_unified_memory(data: Tensor, work: Work) -> Tensor:
 
 
 def through_pinned_copies(data: Tensor, work: Work) -> Tensor:
-    """Copy `data` to the GPU through page-locked memory, do `work`, return its result on the CPU.
+    """Copy `data` to the GPU through page-locked memory, do `work`, and return its result on the
+    CPU.
 
-    torch caches page-locked memory: after the first call, an allocation takes microseconds.
+    torch caches page-locked memory, so after the first call an allocation takes microseconds.
     """
     staged = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
     result = work(staged.to("cuda", non_blocking=True))
@@ -161,7 +162,7 @@ class Managed:
         pointer, count = ctypes.c_void_p(block.address), ctypes.c_size_t(block.bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         place: tuple[Any, ...]
-        if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location and flags
+        if int(str(torch.version.cuda).split(".")[0]) >= 13:  # the call takes a location and flags
             place = (_Location(*((1, block.device) if to_gpu else (2, 0))), ctypes.c_uint(0))
         else:
             place = (ctypes.c_int(block.device if to_gpu else -1),)
@@ -169,14 +170,14 @@ class Managed:
 
 
 class _Block:
-    """Memory from cudaMallocManaged, freed when this object is freed.
+    """Memory from cudaMallocManaged, which is freed together with this object.
 
     The tensors of torch and the array of ctypes hold references to this object.
     """
 
     def __init__(self, size: int) -> None:
         if not torch.cuda.is_available():
-            raise UsageError("unified memory needs a GPU, and none is visible")
+            raise UsageError("unified memory needs a GPU, but no GPU is visible")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.cuda.current_device()
         self.bytes = size
@@ -194,7 +195,7 @@ class _Block:
 
 
 class _Location(ctypes.Structure):
-    """cudaMemLocation: type 1 is a device, 2 the host."""
+    """The struct cudaMemLocation. Type 1 is a device, and type 2 is the host."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -203,7 +204,7 @@ def _check(code: int, size: int) -> None:
     if code != 0:
         message = _cudart().cudaGetErrorString
         message.restype = ctypes.c_char_p
-        raise UsageError(f"unified memory of {size} bytes: {message(code).decode()}")
+        raise UsageError(f"unified memory of {size} bytes failed: {message(code).decode()}")
 
 
 @cache

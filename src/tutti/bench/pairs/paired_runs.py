@@ -1,4 +1,4 @@
-"""The harness of `tutti bench pairs`: both sides alternate in rounds; each round gives one ratio.
+"""The harness of `tutti bench pairs`: both sides alternate in rounds, and each round gives a ratio.
 
 In a round, each side makes a few calls, and the side that is measured first alternates between
 rounds. The time of a side in a round is the time of its slowest rank. A disturbance longer than a
@@ -39,13 +39,13 @@ Snapshot = tuple[list[Tensor], str]
 class _Side:
     call: Callable[[], Any]
     seconds: float = 0.0  # estimated time of one call
-    calls: int = 1  # per round
+    calls: int = 1  # number of calls per round
     rounds: list[float] = field(default_factory=list)  # seconds per call in each round
 
 
 @dataclass
 class PairedRuns:
-    """Measures pairs one after the other and keeps their rows; the same on all ranks."""
+    """Measures pairs one after the other, and collects a row per pair. All ranks have all rows."""
 
     setting: Setting
     control: RankControl
@@ -53,10 +53,13 @@ class PairedRuns:
     max_rounds: int
     rows: list[Row] = field(default_factory=list)
     stopped: bool = False
-    complete: bool = False  # every pair was measured
+    complete: bool = False  # whether every pair was measured
 
     def run(self, entries: Iterable[PairEntry], report: Callable[[Row], None]) -> None:
-        """Measure all pairs. `report` is called with the row of each pair. Collective."""
+        """Measure all pairs. `report` is called with the row of each pair.
+
+        All ranks must call this method.
+        """
         for entry in entries:
             row = self._measure(entry)
             if self.stopped:
@@ -67,32 +70,32 @@ class PairedRuns:
 
     def _measure(self, entry: PairEntry) -> Row:
         named = {"name": entry.name, "about": entry.about}
-        no_figures = dict.fromkeys(("baseline_ms", "optimized_ms", "speedup", "spread"))
+        no_statistics = dict.fromkeys(("baseline_ms", "optimized_ms", "speedup", "spread"))
         pair, error = _try_on_all_ranks(lambda: entry.make(self.setting))
         if pair is None:
-            return {**named, **no_figures, "check": error}
+            return {**named, **no_statistics, "check": error}
         try:
             sides = _Side(pair.baseline), _Side(pair.optimized)
             check, error = _try_on_all_ranks(lambda: self._compare_results(pair))
             if check is None or check.startswith("different"):
-                return {**named, **no_figures, "check": check or error, "note": pair.reason}
+                return {**named, **no_statistics, "check": check or error, "note": pair.reason}
             if not self._alternate(*sides):
                 return {}
             # Compare again, to detect timed calls that changed the result of a later call.
             check = self._compare_results(pair)
-            return {**named, **_figures(*sides), "check": check, "note": pair.reason}
+            return {**named, **_statistics(*sides), "check": check, "note": pair.reason}
         finally:
             pair.close()
 
     def _compare_results(self, pair: Pair) -> str:
-        """Call both sides once and describe how their results differ. The same on all ranks."""
+        """Call both sides once, and return how their results differ. All ranks return the same."""
         results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
         error = self.control.max_over_ranks([difference(*results)])[0]
         if error == 0:
             return "equal"
         if error <= pair.tolerance:
-            return f"within {pair.tolerance:g}: {error:.2g}"
-        return f"different: {error:.2g}, allowed is {pair.tolerance:g}"
+            return f"error {error:.2g} (tolerance {pair.tolerance:g})"
+        return f"different: error {error:.2g} exceeds the tolerance {pair.tolerance:g}"
 
     def _alternate(self, baseline: _Side, optimized: _Side) -> bool:
         """Measure all rounds. Return False if a rank received a stop signal."""
@@ -127,7 +130,7 @@ class PairedRuns:
         return max(1e-9, self.control.max_over_ranks([seconds / side.calls])[0])
 
 
-def _figures(baseline: _Side, optimized: _Side) -> Row:
+def _statistics(baseline: _Side, optimized: _Side) -> Row:
     ratios = [b / o for b, o in zip(baseline.rounds, optimized.rounds, strict=True)]
     low, high = percentile(ratios, 25), percentile(ratios, 75)
     return {
@@ -142,9 +145,9 @@ def _figures(baseline: _Side, optimized: _Side) -> Row:
 
 
 def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Run `action` on every rank. Collective.
+    """Run `action` on every rank. All ranks must call this function.
 
-    Returns (result, ""), or (None, "skipped: …" or "failed: …") if any rank raised an exception. If
+    Return (result, ""), or (None, "skipped: …" or "failed: …") if any rank raised an exception. If
     a user's pair fails, the error is reported in the row of the pair, and the run continues.
     """
 
@@ -166,19 +169,19 @@ def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]
 
 
 def snapshot(result: Any) -> Snapshot:
-    """Copy a result to the CPU, because the next call may overwrite its tensors."""
+    """Return a copy of a result on the CPU, because the next call may overwrite its tensors."""
     leaves, structure = tree_flatten(result)
     for leaf in leaves:
         if not isinstance(leaf, Tensor | bool | int | float | complex):
             found = type(leaf).__name__
             raise UsageError(
-                f"a side returned {found}: return tensors or numbers, or lists of them"
+                f"a side returned {found}, but must return tensors, numbers or lists of them"
             )
     return [torch.as_tensor(leaf).detach().to("cpu", copy=True) for leaf in leaves], str(structure)
 
 
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:
-    """Return the largest max |a - b| / max |a| of any tensor; inf if shapes differ, and for NaN."""
+    """Return the largest max |a - b| / max |a| of any tensor, or inf for other shapes or NaN."""
     (a, a_structure), (b, b_structure) = baseline, optimized
     if a_structure != b_structure:
         return math.inf
