@@ -112,7 +112,10 @@ def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(colum
     [
         (["wrold"], "no command 'wrold': did you mean world?"),
         (["version"], "no command 'version': did you mean --version?"),
-        (["--print-completion", "tcsh"], "--print-completion tcsh: choose from bash, zsh, fish"),
+        (
+            ["--print-completion", "tcsh"],
+            "--print-completion must be one of bash, zsh, fish, got 'tcsh'",
+        ),
         (["world", "--backend", "gloo"], "no flag --backend: see tutti world --help"),
         (["train", "--sweep", "1"], "no flag --sweep: did you mean --lr-sweep?"),
         (["world", "--josn", "x"], "no flag --josn: did you mean --json?"),
@@ -124,8 +127,8 @@ def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(colum
         (["world", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
         (["world", "--json", "/proc/x.json"], "--json /proc/x.json"),
         (["world", "--json", "/tmp"], "--json /tmp: is a directory"),
-        (["world", "--ledger", "me"], "--ledger 'me' is not a number: see tutti world --help"),
-        (["bench", "compare", "a.json"], "NEW must be given: see tutti bench compare --help"),
+        (["world", "--ledger", "me"], "--ledger 'me' is not a number. See tutti world --help"),
+        (["bench", "compare", "a.json"], "NEW must be given. See tutti bench compare --help"),
     ],
 )
 def test_wrong_usage_of_a_command_is_one_line_and_exit_code_two(

@@ -157,7 +157,7 @@ def test_a_damaged_table_is_named_with_its_cure(text: str, why: str) -> None:
     with pytest.raises(UsageError) as caught:
         path_selection.load(2)
     message = str(caught.value)
-    assert str(file) in message and why in message and "delete it, or measure again" in message
+    assert str(file) in message and why in message and "Delete it, or measure again" in message
 
 
 @pytest.mark.parametrize("field", [{"path": "pigeon"}, {"op": "all"}, {"from_bytes": -1}])

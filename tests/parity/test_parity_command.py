@@ -92,7 +92,7 @@ def test_a_model_that_draws_random_numbers_fails_with_exit_code_one(tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--layouts", "all"], "--layouts all needs the number of ranks: add --ranks 4"),
+        (["--layouts", "all"], "--layouts all needs the number of ranks"),
         (["--layouts", "dp2.tp2", "--ranks", "2"], "layout dp2.tp2 needs 2 × 2 = 4 ranks"),
         (["--layouts", "dp2,tp4"], "layout tp4 needs 4 ranks, but this world has 2"),
         (["--layouts", "zp2"], "no axis 'zp'"),

@@ -162,7 +162,7 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run run --prompt a --temperature -1", "--temperature must be at least 0, got -1"),
         ("--run run --prompt a --tokens 0", "--tokens must be at least 1, got 0"),
         ("--run tokens --prompt a", "was trained on tokens"),
-        ("--run run --prompt a --precision bf16", "--precision bf16: generated texts would differ"),
+        ("--run run --prompt a --precision bf16", "--precision must be float32 or float64"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(

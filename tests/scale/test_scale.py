@@ -202,7 +202,7 @@ def test_a_sweep_runs_every_value(tmp_path: Path) -> None:
     [
         (["--recipe", "gpt"], "--ranks is required"),
         (["--ranks", "1,two", "--recipe", "gpt"], "whole numbers"),
-        (["--ranks", "1,2"], "no job is given"),
+        (["--ranks", "1,2"], "there is no job to run"),
         (["--ranks", "1,2", "train.py"], "-- train.py"),
         (["--ranks", "1,2", "--recipe", "gpt", "--bach", "3"], "did you mean --batch?"),
         (["--ranks", "1,2", "--mode", "wek", "--recipe", "gpt"], "--mode"),

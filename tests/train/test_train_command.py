@@ -87,7 +87,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run_bit_for_bit(
     train("--resume", "--out", out, "--ranks", "2")  # the recipe is read from the run directory
     assert losses(out) == uninterrupted
     done = train("--resume", "--out", out, "--ranks", "2")
-    assert "nothing is left to do" in done.stdout
+    assert "the run is complete" in done.stdout
 
 
 def test_after_a_rank_is_killed_during_a_save_the_run_resumes_from_the_previous_checkpoint(
@@ -238,7 +238,7 @@ def test_a_run_whose_checkpoints_cannot_be_written_fails(tmp_path: Path, ranks: 
     (out / "checkpoints" / ".writer").mkdir(parents=True)
     done = train(*SHORT, "--steps", "4", "--out", out, "--resume", *ranks, code=2)
     line = done.stderr.splitlines()[-1]
-    assert "checkpoints not written: 1, the last at step 4" in line and str(out) in line
+    assert "1 checkpoints could not be written, the last one at step 4" in line and str(out) in line
     assert json.loads((out / "summary.json").read_text())["steps"] == 4
 
 
@@ -262,7 +262,7 @@ def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
         (["--model", "gpt"], "use --recipe gpt"),
         (["--cuda-graph"], "--cuda-graph needs a CUDA device"),
         (["--resume", "--out", "/nowhere/run"], "no run in /nowhere/run"),
-        (["--ranks", "1,2"], "--ranks must be a whole number, got 1,2"),
+        (["--ranks", "1,2"], "--ranks must be a whole number"),
         (["--compress", "bf16", "--no-overlap"], "--compress bf16"),
         (["--split", "1,2,3", "--ranks", "2"], "3 shares for 2 ranks"),
         (["--depth", "12", "--recipe", "wideresnet"], "depth must be 6n + 4, got 12"),

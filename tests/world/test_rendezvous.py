@@ -87,7 +87,7 @@ MPICH = Identity("mpich", rank=1, size=4, local_size=2)
         ),
         (SECOND, r"rank 1 on .* could not reach rank 0 at 127\.0\.0\.1"),
         (MPICH, "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),
-        (replace(MPICH, master_host="n1"), "set MASTER_PORT for all ranks"),
+        (replace(MPICH, master_host="n1"), "Set MASTER_PORT for all ranks"),
         (
             replace(FIRST, size=4, master_host="localhost"),
             "MASTER_ADDR=localhost is a loopback address, but 2 of 4",
@@ -203,5 +203,7 @@ def test_a_missing_rank_is_named() -> None:
 def test_a_rank_with_another_version_is_named() -> None:
     infos = [info(r, 3) for r in range(3)]
     infos[2] = replace(infos[2], versions={**infos[2].versions, "torch": "2.11.0"})
-    with pytest.raises(RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, the other 2 have"):
+    with pytest.raises(
+        RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, but the other 2 have"
+    ):
         refuse_different_versions(infos)

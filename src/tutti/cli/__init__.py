@@ -45,9 +45,9 @@ did, and explains where the speed went.
 commands:
 {commands}
 
-tutti COMMAND --help               the flags of a command
-tutti --version                    the version
-tutti --print-completion SHELL     a completion script for bash, zsh or fish:
+tutti COMMAND --help               show the flags of a command
+tutti --version                    show the version
+tutti --print-completion SHELL     print a completion script for bash, zsh or fish:
                                    eval "$(tutti --print-completion bash)\""""
 
 
@@ -60,19 +60,19 @@ def main() -> None:
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe has ended: `tutti … | head`
+    except BrokenPipeError:  # the reader of the pipe has ended, as in `tutti … | head`
         sys.stderr.close()
         code = 0
     except KeyboardInterrupt:
         print("tutti: interrupted", file=sys.stderr)
         code = 130
     if "triton" not in sys.modules:  # triton prints a warning about objects that are not collected
-        gc.freeze()  # skips the interpreter's last garbage collections: 0.5 s with torch loaded
+        gc.freeze()  # skips the last garbage collections, which take 0.5 s with torch loaded
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return the exit code: 0 done, 1 a check failed, 2 wrong usage."""
+    """Run one command line. Return 0 on success, 1 if a check failed, or 2 for wrong usage."""
     name, *rest = arguments or [""]
     if name in ("", "-h", "--help", "help"):
         rows = "\n".join(f"  {name:<8} {about}" for name, (_, about) in COMMANDS.items())
@@ -90,12 +90,13 @@ def run(arguments: list[str]) -> int:
                 return 0
             scripts, shell = _completion_scripts(), rest[0] if rest else ""
             if shell not in scripts:
-                raise UsageError(f"--print-completion {shell}: choose from {', '.join(scripts)}")
+                shells = ", ".join(scripts)
+                raise UsageError(f"--print-completion must be one of {shells}, got {shell!r}")
             print(scripts[shell], end="")
             return 0
         if name not in COMMANDS:
             hint = did_you_mean(name, ["--version"] if "version" in name else COMMANDS)
-            raise UsageError(f"no command {name!r}: {hint} See tutti --help")
+            raise UsageError(f"there is no command {name!r}: {hint} See tutti --help.")
         code: int = import_module(COMMANDS[name][0]).main(rest)
         return code
     except (UsageError, RanksDiffer) as error:
@@ -109,9 +110,9 @@ def _completion_scripts() -> dict[str, str]:
     return tomllib.loads((Path(__file__).parent / "completion.toml").read_text())
 
 
-def _completions(words: list[str]) -> list[str]:
-    """Return the completions of the last of `words`, which may be empty."""
-    *before, last = words or [""]
+def _completions(arguments: list[str]) -> list[str]:
+    """Return the completions of the last argument, which may be empty."""
+    *before, last = arguments or [""]
     if not before:
         candidates = [*COMMANDS, "--help", "--version", "--print-completion"]
     elif before == ["--print-completion"]:
@@ -123,11 +124,11 @@ def _completions(words: list[str]) -> list[str]:
     else:
         choices = _flag_choices(before[: 2 if before[0] in SUBCOMMANDS else 1])
         candidates = choices.get(before[-1]) or (list(choices) if last.startswith("-") else [])
-    return [word for word in candidates if word.startswith(last)]
+    return [candidate for candidate in candidates if candidate.startswith(last)]
 
 
 def _flag_choices(command: list[str]) -> dict[str, list[str]]:
-    """Return {flag: choices} of a command, read from its help."""
+    """Return {flag: choices} of a command, which are read from its help."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):
         import_module(COMMANDS[command[0]][0]).main([*command[1:], "--help"])

@@ -1,4 +1,4 @@
-"""tutti doctor: checks of hardware and configuration, each with its cure."""
+"""tutti doctor: checks hardware and configuration, and shows a cure for each problem."""
 
 import contextlib
 import itertools
@@ -44,18 +44,18 @@ class Doctor:
     """Check this machine, or all hosts of a world: tutti doctor, or torchrun … -m tutti doctor
 
     Each finding shows the observed state, the expected state and the cure. The exit code is 1 if a
-    check failed; warnings alone give 0. The command changes nothing on the machine.
+    check failed. Warnings alone give 0. The command changes nothing on the machine.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start. Ignored under a launcher."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device that --active measures. auto: the GPU if there is one, otherwise the CPU."""
+    """The device that --active measures. auto selects the GPU if there is one."""
     ranks_per_gpu: int = 1
     """Number of ranks that may share one GPU."""
     active: bool | None = None
     """Measure compute, memory, links between ranks, copies between GPUs and a collective.
-    Takes some seconds. By default only with more than one rank."""
+    This takes some seconds (default: only with more than one rank)."""
     fix: bool = False
     """Print the shell commands that cure the findings. The commands are not run."""
     all: bool = False
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         for name in ("active", "record", "ranks", "device", "ranks_per_gpu", "start_timeout"):
             if getattr(options, name) != getattr(Doctor, name):
                 flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"--from checks a recorded machine: remove {flag}")
+                raise UsageError(f"--from checks a recorded machine. Omit {flag}.")
         return _check_cluster(checklist.recorded_cluster(recorded_machines(options.from_)), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
@@ -110,7 +110,7 @@ def _check_cluster(cluster: "Cluster", options: Doctor, quiet: bool = False) -> 
     if options.fix:
         print("\n".join(["", *(list(fix_commands(findings)) or ["# nothing to cure"])]))
     elif any(finding.commands for finding in findings):
-        print("--fix prints the commands for the cures")
+        print("To print the commands that cure these problems, add --fix.")
     if options.record is not None:
         note = "observed by tutti doctor, one machine per host"
         record_machines(options.record, cluster.machines, note)
@@ -192,11 +192,11 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
             )
         except RanksMissing as missing:
             raise UsageError(
-                f"{name_ranks(missing.ranks)} did not answer for {_GATHER_SECONDS:.0f} s: "
-                "see the output of this rank, or run tutti doctor on its host alone"
+                f"{name_ranks(missing.ranks)} did not answer for {_GATHER_SECONDS:.0f} s. "
+                "See the output of this rank, or run tutti doctor on its host alone."
             ) from None
         except RuntimeError:
-            raise UsageError("the store ended with rank 0: see the output of rank 0") from None
+            raise UsageError("the store ended with rank 0. See the output of rank 0.") from None
 
     machines = list(dict.fromkeys(info.machine for info in ranks))
     hosts = [machines.index(info.machine) for info in ranks]
@@ -204,7 +204,7 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
 
 
 def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
-    """Return the address at which other ranks reach this rank: of the interface that gloo uses."""
+    """Return the address of the interface that gloo uses, at which other ranks reach this rank."""
     selected = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     for interface in (selected, gloo_interface(ranks, rank, {})[0]):
         if interface and (address := interface_address(interface)):
@@ -213,7 +213,7 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
 
 
 def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
-    """Return the GPU of each rank: as in tutti.init, the ranks of a host use its GPUs in turn."""
+    """Return the GPU of each rank. As in tutti.init, the ranks of a host use its GPUs in turn."""
     if device == "cpu" or not all(info.gpus for info in ranks):
         return [None] * len(ranks)
     machines = [info.machine for info in ranks]
@@ -224,7 +224,7 @@ def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | No
 
 
 def _all_reduce_error(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> str:
-    """Run an all_reduce with gloo as a job would and return "" if the result is exact."""
+    """Run an all_reduce with gloo, as a job would. Return the error, or "" if there is none."""
     import torch
     import torch.distributed as dist
 
@@ -240,7 +240,7 @@ def _all_reduce_error(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store
             world_size=size,
             timeout=timedelta(seconds=_ALL_REDUCE_SECONDS),
         )
-        # Integers below 2^24: float32 sums of them are exact in any order.
+        # float32 sums of integers below 2^24 are exact in any order.
         index = torch.arange(_ALL_REDUCE_ELEMENTS) % 1000
         value = (index + rank).float()
         dist.all_reduce(value)

@@ -1,4 +1,4 @@
-"""Command-line flags, defined by dataclasses: parsing with tyro, help texts, errors of one line."""
+"""Parses command-line flags that dataclasses define, and prints help texts and one-line errors."""
 
 import ast
 import contextlib
@@ -24,14 +24,14 @@ from tutti.world.errors import UsageError, checked_seconds
 Flags = TypeVar("Flags")
 _MAX_HELP_WIDTH = 100
 _HELP_COLUMN = 26
-_TITLES = {"settings": "training"}  # of nested dataclasses, if not the name of the field
+_TITLES = {"settings": "training"}  # titles of nested dataclasses that are not the field name
 _PLACEHOLDERS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 def parse(
     kind: type[Flags], program: str, arguments: Sequence[str], default: Flags | None = None
 ) -> Flags:
-    """Read flags into a dataclass. A wrong flag raises UsageError with the closest name.
+    """Return the flags as a dataclass. Raise UsageError with the closest name for a wrong flag.
 
     If `default` is given, flags change its values, and flags of nested dataclasses need no prefix.
     """
@@ -42,12 +42,13 @@ def parse(
         raise SystemExit(0)
     flags = [flag for _, section in flag_sections(kind, default) for flag in section]
     optional_switches = {flag.name for flag in flags if flag.hint == bool | None}
-    words: list[str] = []
-    for word in arguments:
-        # tyro needs a value after a `bool | None` flag: --reshard → --reshard True.
-        name = re.sub("^--no-", "--", word)
-        words += [name, str(name == word)] if name in optional_switches else [word]
-    options: dict[str, Any] = {"prog": program, "args": words}
+    tyro_arguments: list[str] = []
+    for argument in arguments:
+        # tyro needs a value after a `bool | None` flag, so --reshard becomes --reshard True.
+        name = re.sub("^--no-", "--", argument)
+        is_switch = name in optional_switches
+        tyro_arguments += [name, str(name == argument)] if is_switch else [argument]
+    options: dict[str, Any] = {"prog": program, "args": tyro_arguments}
     if default is not None:
         config = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
         options |= {"default": default, "config": config}
@@ -70,7 +71,7 @@ def _check_shared_flags(options: object) -> None:
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
-    """Return the value of one flag without parsing the others, or None if the flag is not given."""
+    """Return the value of one flag without parsing the others, or None if the flag is missing."""
     value = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         if argument == flag and following is not None:
@@ -90,7 +91,10 @@ def check_at_least(minimum: int, options: object, *names: str) -> None:
 
 
 def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `-n 4 --show all train.py --lr 1` into tutti's flags and the command with its flags."""
+    """Return (flags, command): tutti's flags, and the command with its flags.
+
+    For example, `-n 4 train.py --lr 1` gives [-n, 4] and [train.py, --lr, 1].
+    """
     flags = [flag for _, section in flag_sections(kind) for flag in section]
     switches = {flag.name for flag in flags if flag.hint is bool}
     position = 0
@@ -101,14 +105,14 @@ def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[st
         if argument == "-m" or not argument.startswith("-"):
             break
         name = re.sub("^--no-", "--", argument)
-        # -n2 contains its value, as for make and mpirun.
+        # -n2 contains its value, as in make and mpirun.
         has_value = "=" in argument or re.fullmatch(r"-n\d+", argument)
         position += 1 if has_value or name in {*switches, "-h", "--help"} else 2
     return list(arguments[:position]), list(arguments[position:])
 
 
 def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `--nodes 2 -- python train.py` into tutti's flags and the command."""
+    """Return (flags, command) of `--nodes 2 -- python train.py`: the parts around the dashes."""
     position = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:position]), list(arguments[position + 1 :])
 
@@ -120,10 +124,10 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 class Flag:
     """A flag or a positional argument, as shown in the help."""
 
-    name: str  # --ranks, or OLD for a positional argument
-    usage: str  # with aliases and the placeholder of the value: -n, --ranks INT
+    name: str  # such as --ranks, or OLD for a positional argument
+    usage: str  # such as "-n, --ranks INT", with aliases and a placeholder of the value
     hint: Any
-    default: str  # "required", or "" if the help text explains the default
+    default: str  # the default value, "required", or "" if the help text explains the default
     help: str
 
 
@@ -172,7 +176,7 @@ def _flag(field: str, hint: Any, value: Any, help_text: str) -> Flag:
 
 
 def _placeholder(hint: Any) -> str:
-    """Return INT, PATH, {auto,cpu,cuda}, "FLOAT FLOAT" …, or "" for a switch."""
+    """Return the placeholder of a value, such as INT or {auto,cpu,cuda}, or "" for a switch."""
     arguments = [argument for argument in get_args(hint) if argument is not NoneType]
     if get_origin(hint) is Literal:
         return f"{{{','.join(map(str, arguments))}}}"
@@ -185,7 +189,7 @@ def _placeholder(hint: Any) -> str:
 
 @cache
 def _help_texts(module: str) -> dict[str, dict[str, str]]:
-    """Return the string under each field of the classes of a module, by class and field."""
+    """Return {class: {field: text}}, where text is the string below a field in the source."""
     texts_by_class: dict[str, dict[str, str]] = {}
     for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(definition, ast.ClassDef):
@@ -231,7 +235,7 @@ def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:
 
 
 def _one_line(box: str, program: str, names: Sequence[str]) -> str:
-    """Shorten tyro's error, a box of several lines, to the error itself and the closest flag."""
+    """Return tyro's error, which is a box of several lines, as one line with the closest flag."""
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
     if lines and set(lines[0]) == {"-"}:  # in ASCII there is a line under the title, too
         lines = ["─" if set(line) == {"-"} else line for line in lines[1:]]
@@ -251,15 +255,15 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
         if text.startswith("Missing from"):
             missing = re.findall(r"(?:: |\(required\) )([A-Z]{2,}|-\S+) ", text)
             text = f"{' and '.join(missing)} must be given" if missing else text
-        return f"{text.rstrip('.')}: see {program} --help"
+        return f"{text.rstrip('.')}. See {program} --help."
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
-        return f"{flag!r} is not expected here: see {program} --help"
-    # Compare names without dashes, because all flags have them, which makes any two names similar.
+        return f"{flag!r} is not expected here. See {program} --help."
+    # Compare names without dashes, because dashes, which all flags have, make names similar.
     bare = {name.lstrip("-"): name for name in names}
     word = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
     close = difflib.get_close_matches(word, bare, n=1, cutoff=0.6)
     if not close:  # for example --sweep, a part of --lr-sweep
         close = [name for name in bare if word in name.split("-")][:1]
     cure = f"did you mean {bare[close[0]]}?" if close else f"see {program} --help"
-    return f"no flag {flag}: {cure}"
+    return f"there is no flag {flag}: {cure}"

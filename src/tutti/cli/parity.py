@@ -1,4 +1,4 @@
-"""tutti parity: compare loss, gradients and updates of layouts with those of one device.
+"""tutti parity: compares loss, gradients and updates of layouts with those of one device.
 
 tutti parity --show-schedule prints the timeline of a pipeline schedule, simulated and measured.
 """
@@ -45,8 +45,8 @@ class Parity(WorldFlags):
     """Comma-separated layouts to check, such as dp2.tp2,shard4. all checks every layout of --ranks
     ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: the number
-    that --layouts needs)."""
+    """Number of local ranks to start (default: the number that --layouts needs). Ignored under
+    torchrun, srun or mpirun."""
     backend: str | None = None
     """Communication backend: nccl, shm or gloo (default: nccl on CUDA, shm on the CPU)."""
     json: Path | None = None
@@ -54,8 +54,8 @@ class Parity(WorldFlags):
 
 
 def main(arguments: list[str]) -> int:
-    if "--show-schedule" in arguments:  # draws a pipeline schedule; has its own flags
-        return show_schedule([word for word in arguments if word != "--show-schedule"])
+    if "--show-schedule" in arguments:  # this mode draws a pipeline schedule and has its own flags
+        return show_schedule([flag for flag in arguments if flag != "--show-schedule"])
     identity = identify(os.environ)
     launched_ranks = identity.size if identity.launcher != "python" else None
     options, layouts = _read_flags(arguments, launched_ranks)
@@ -67,7 +67,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _read_flags(arguments: list[str], launched_ranks: int | None) -> tuple[Parity, list[Layout]]:
-    """Parse the flags twice: the defaults of the second parse depend on --recipe and --layouts."""
+    """Return the options and the layouts to check.
+
+    The flags are parsed twice, because some defaults depend on --recipe and --layouts.
+    """
     name = flag_value("--recipe", arguments) or "gpt"
     full = Parity(settings=full_size_options(name), recipe=name)
     options = parse(Parity, "tutti parity", arguments, default=full)
@@ -83,7 +86,7 @@ def _read_flags(arguments: list[str], launched_ranks: int | None) -> tuple[Parit
 def _layouts(text: str, ranks: int | None) -> list[Layout]:
     if text == "all":
         if ranks is None:
-            raise UsageError("--layouts all needs the number of ranks: add --ranks 4")
+            raise UsageError("--layouts all needs the number of ranks, such as --ranks 4")
         if ranks < 1:
             raise UsageError(f"--ranks must be at least 1, got {ranks}")
         return Layout.every(ranks)
@@ -111,7 +114,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
                 table.add(row)
                 # Write after each row, because the next layout may fail or be interrupted.
                 _write(options, workload, world, rows, complete=len(rows) == len(layouts))
-        comm.gather_json(None)  # a barrier: no rank may exit before rank 0 has written the file
+        comm.gather_json(None)  # a barrier, so that no rank exits before rank 0 wrote the file
     verdicts = {row["ok"] for row in rows}
     if verdicts == {None} and world.is_first:
         print("tutti parity: no layout could be compared, for the reasons above", file=sys.stderr)
@@ -164,8 +167,8 @@ def _write(
 # -- --show-schedule -------------------------------------------------------------------------------
 
 _LEGEND = """\
-# F3: forward of microbatch 3 (5F3: on stage 5). B: backward. I and W: the two
-# halves of a backward (gradients of inputs, gradients of weights). Dots: idle.
+# F3 is the forward of microbatch 3 (5F3: on stage 5), and B is a backward. I and W are
+# the two halves of a backward (gradients of inputs and of weights). Dots mean idle time.
 # Counted: F, I and W take 1 unit of time, B takes 2, communication takes 0.
 # Measured: the label of a short action is cut off."""
 
@@ -221,7 +224,7 @@ def _simulate_schedule(flags: ShowSchedule) -> "Timeline":
 def _print_schedule(
     flags: ShowSchedule, measured: "Timeline | None" = None, note: str | None = None
 ) -> int:
-    """Print the simulated timeline, then the measured timeline, and write the JSON."""
+    """Print the simulated and the measured timeline, write the JSON, and return 0."""
     from tutti.parallel.pipeline.schedule_timeline import bubble, bubble_formula, draw, length
 
     simulated = _simulate_schedule(flags)
@@ -270,7 +273,7 @@ def _measure_schedule(flags: ShowSchedule) -> int:
         # Count the CPUs of all ranks, because ranks may be bound to different CPUs.
         cpus = len({cpu for rank_cpus in gather_json(allowed_cpus()) for cpu in rank_cpus})
         if note is None and world.device.type == "cpu" and cpus < world.size:
-            note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}: they also wait for CPUs"
+            note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)} and also wait for CPUs"
         return _print_schedule(flags, measured, note) if world.is_first else 0
 
 

@@ -1,4 +1,4 @@
-"""tutti predict: predictions of a trained model for a dataset, or text from prompts."""
+"""tutti predict: predicts a dataset with a trained model, or generates text from prompts."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Predict(WorldFlags):
     """
 
     run: Path
-    """Run directory: the --out directory of tutti train."""
+    """Run directory, which is the --out directory of tutti train."""
     step: int | None = None
     """Step of the checkpoint to load (default: the newest complete checkpoint)."""
     split: Literal["test", "train"] = "test"
@@ -60,8 +60,8 @@ class Predict(WorldFlags):
     seed: int = 0
     """Random seed of the sampling."""
     batch: int | None = None
-    """Samples per batch on each rank (default: as in training), or prompts per batch (default:
-    1)."""
+    """Number of samples per batch on each rank (default: as in training), or number of prompts per
+    batch (default: 1)."""
     precision: Literal["float32", "bf16", "fp16", "float64"] | None = None
     """Precision of the computation (default: as in training). Prompts need float32 or float64."""
     out: Path | None = None
@@ -72,7 +72,7 @@ class Predict(WorldFlags):
     layout: str | None = None
     """Ranks per axis, such as dp2.tp2 (default: one replica per rank)."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: 1)."""
+    """Number of local ranks to start (default: 1). Ignored under torchrun, srun or mpirun."""
 
     @property
     def has_prompts(self) -> bool:
@@ -95,11 +95,11 @@ def _check(options: Predict) -> None:
         if getattr(options, name) != getattr(Predict, name):
             flag = f"--{name.replace('_', '-')}"
             condition = "with" if options.has_prompts else "without"
-            raise UsageError(f"{flag} has no effect {condition} --prompt: leave out {flag}")
+            raise UsageError(f"{flag} has no effect {condition} --prompt. Omit {flag}.")
     if options.has_prompts and options.precision in ("bf16", "fp16"):
         raise UsageError(
-            f"--precision {options.precision}: generated texts would differ between layouts: use "
-            "--precision float32 or float64"
+            "--precision must be float32 or float64 for prompts, because generated texts would "
+            f"differ between layouts, got {options.precision}"
         )
     check_at_least(1, options, "limit", "batch", "tokens")
 
@@ -164,7 +164,7 @@ def _generate_text(
         return prompts
 
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # all ranks use those of rank 0
+    prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # the prompts of rank 0
     generator, loaded = place_gpt(world, run, layout, run.gpt_config())
     _describe(world, loaded, generator.engine.description)
 
@@ -194,7 +194,7 @@ def _prompts(options: Predict) -> list[str]:
             raise UsageError(f"--prompts {options.prompts}: {error.strerror}") from None
         prompts += lines[:-1] if lines[-1] == "" else lines
     if not prompts:
-        raise UsageError(f"--prompts {options.prompts} is empty: write one prompt per line")
+        raise UsageError(f"--prompts {options.prompts} is empty. Write one prompt per line.")
     return prompts
 
 

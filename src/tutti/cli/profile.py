@@ -20,14 +20,14 @@ class Profile:
         tutti profile -- train --recipe lenet --ranks 2
         tutti profile --trace DIR
 
-    The first two commands run a program unchanged and record traces; a step ends when the optimizer
+    The first two commands run a program unchanged and record traces. A step ends when the optimizer
     of the program has updated the parameters. The last command reads existing torch.profiler
     traces, one file per rank.
     """
 
     USAGE_END = "[-- COMMAND]"
     trace: Path | None = None
-    """Read the traces in this directory or run directory; start no program."""
+    """Read the traces in this directory or run directory instead of starting a program."""
     out: Path | None = None
     """Directory for the traces, OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
     wait: int = 3
@@ -56,19 +56,19 @@ class Profile:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns its exit code, or that of the profiled program if it failed."""
+    """Run the command. Return its exit code, or that of the profiled program if it failed."""
     flags, words = split_at_command(Profile, arguments)
     options = parse(Profile, "tutti profile", flags)
     check_writable("--merge", options.merge)
     check_writable("--json", options.json)
     if (options.trace is None) == (not words):
         raise UsageError(
-            "give either a program or --trace: tutti profile -- COMMAND records a program, "
-            "tutti profile --trace DIR reads traces"
+            "tutti profile needs either a program or --trace: tutti profile -- COMMAND records a "
+            "program, and tutti profile --trace DIR reads traces"
         )
     if options.trace is not None:
         if not options.trace.exists():
-            raise UsageError(f"--trace {options.trace} does not exist: name a directory of traces")
+            raise UsageError(f"--trace {options.trace} does not exist. Name a directory of traces.")
         return _explain(options, options.trace)
     return _capture(options, words)
 
@@ -82,11 +82,11 @@ def _capture(options: Profile, words: list[str]) -> int:
     if options.nvtx:
         for flag in ("tensorboard", "merge", "json", "memory", "stacks"):
             if getattr(options, flag):
-                raise UsageError(f"--nvtx records no trace for --{flag}: leave out one of them")
+                raise UsageError(f"--nvtx records no trace for --{flag}. Omit one of the flags.")
         import torch
 
         if not torch.cuda.is_available():
-            raise UsageError("--nvtx needs CUDA, which this machine lacks: leave out --nvtx")
+            raise UsageError("--nvtx needs CUDA, but this machine has none. Omit --nvtx.")
     command = resolve_command(words, list(COMMANDS))
     task = LauncherTask.from_environment(os.environ)
     out = (options.out or task.default_folder(strftime("%Y%m%d-%H%M%S"))).absolute()
@@ -94,7 +94,7 @@ def _capture(options: Profile, words: list[str]) -> int:
     if traces.is_dir() and any(traces.iterdir()):
         if task.number != 0:
             return 2
-        raise UsageError(f"--out {out} already holds traces: choose another directory")
+        raise UsageError(f"--out {out} already holds traces. Choose another directory.")
     same_name = ("wait", "warmup", "active", "memory", "stacks", "nvtx")
     settings = {name: getattr(options, name) for name in same_name} | {
         "directory": str(traces),
@@ -114,24 +114,24 @@ def _capture(options: Profile, words: list[str]) -> int:
         if missing:
             numbers = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
             print(
-                f"tutti profile: {out} has no exit code of task {numbers} of {task.count}: the "
-                "task still runs, was killed, or cannot write there. All hosts must share --out",
+                f"tutti profile: {out} has no exit code of task {numbers} of {task.count}. The "
+                "task still runs, was killed, or cannot write there. All hosts must share --out.",
                 file=sys.stderr,
             )
     if not traces.is_dir() or not any(traces.glob("rank*")):
         steps = options.wait + options.warmup + 2
         failed = f"the program ended with code {code}, and " if code else ""
         print(
-            f"tutti profile: {failed}nothing was captured. Either no process took {steps} steps of "
-            "a torch optimizer: train longer, or reduce --wait and --warmup. Or the program cannot "
-            "be recorded: python -I, -E or -S, a command that replaces PYTHONPATH, and replayed "
-            f"CUDA graphs prevent recording.{task.missing_rank_hint if code else ''}",
+            f"tutti profile: {failed}nothing was captured. If no process took {steps} steps of a "
+            "torch optimizer, train longer, or reduce --wait and --warmup. Otherwise the program "
+            "cannot be recorded: python -I, -E or -S, a command that replaces PYTHONPATH, and "
+            f"replayed CUDA graphs prevent recording.{task.missing_rank_hint if code else ''}",
             file=sys.stderr,
         )
         return code or 2
-    print(f"the traces are in {traces}", file=sys.stderr)
+    print(f"The traces are in {traces}", file=sys.stderr)
     _explain(options, out, code)
-    print(f"for an HTML page: tutti report {out}", file=sys.stderr)
+    print(f"For an HTML page: tutti report {out}", file=sys.stderr)
     return code
 
 
@@ -141,11 +141,11 @@ def _explain(options: Profile, directory: Path, code: int = 0) -> int:
 
     explanation = explain(trace_files(directory))
     rows = explanation.rows()
-    # After Ctrl-C (130) and SIGTERM (143) the recorded steps are normal; after a failure they may
+    # After Ctrl-C (130) and SIGTERM (143) the recorded steps are normal. After a failure they may
     # not be.
     if code not in (0, 130, 143):
         rows["advice"] = []
-        rows["notes"].append(f"the program failed with code {code}: see its messages above")
+        rows["notes"].append(f"the program failed with code {code}. See its messages above.")
     print("\n".join(profile_lines(rows, text_width(sys.stdout))))
     if options.merge is not None:
         from tutti.profile.merged_trace import write_merged_trace

@@ -26,13 +26,13 @@ class Report:
     --json."""
     out: Path | None = None
     """File for the page (default: report.html in the given directory, or in the current directory
-    if several paths are given)."""
+    for several paths)."""
 
 
 def main(arguments: list[str]) -> int:
     options = parse(Report, "tutti report", arguments)
     if not options.paths:
-        raise UsageError("no path given: name a run directory or a result file: tutti report PATH")
+        raise UsageError("tutti report needs a run directory or a result file: tutti report PATH")
     first, *others = options.paths
     folder = Path() if others else first if first.is_dir() else first.parent
     out = options.out or folder / "report.html"
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     check_installed()
     for path in options.paths:
         if not path.exists():
-            raise UsageError(f"{path} does not exist: name {ACCEPTED}")
+            raise UsageError(f"{path} does not exist. Name {ACCEPTED}.")
     check_writable("--out", out)
     sources = read_sources(options.paths)
     write_result("--out", out, build_page(sources))

@@ -1,4 +1,4 @@
-"""Functions that commands share: starting and joining ranks, checking and writing result files."""
+"""Functions that commands share: they start and join ranks, and check and write result files."""
 
 import json
 import os
@@ -31,7 +31,10 @@ class WorldFlags:
     """Seconds after which a collective fails (default: 600)."""
 
     def start_ranks(self, command: Sequence[str], ranks: int, **more: Any) -> int:
-        """Run `tutti COMMAND` as local ranks, with `more` fields of LocalWorld."""
+        """Run `tutti COMMAND` as local ranks, and return the exit code.
+
+        `more` sets further fields of LocalWorld.
+        """
         from tutti.world.launch import LocalWorld
 
         return LocalWorld(
@@ -42,7 +45,7 @@ class WorldFlags:
         ).run()
 
     def join_world(self, backend: str | None = None) -> "World":
-        """Join the world that the launcher started."""
+        """Join the world that the launcher started, and return it."""
         from tutti.world.world import init
 
         return init(
@@ -80,11 +83,11 @@ def check_writable(flag: str, path: Path | None) -> None:
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(0, "no permission to write, or a read-only file system")
     except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
+        raise UsageError(f"{flag} {path}: {error.strerror}. Choose another file.") from None
 
 
 def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
-    """Write the file of --json: schema, command line, environment and results."""
+    """Write the file of --json, with the schema, the command line, the environment and results."""
     content = {
         "schema": schema,
         "command": ["tutti", *sys.argv[1:]],
@@ -95,9 +98,9 @@ def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
 
 
 def write_result(flag: str, path: Path, text: str) -> None:
-    """Write a result file atomically. Raises UsageError, with the name of the flag, on failure."""
+    """Write a result file atomically. On failure, raise UsageError with the name of the flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
+        raise UsageError(f"{flag} {path}: {error.strerror}. Choose another file.") from None

@@ -1,4 +1,4 @@
-"""tutti run: start any script as a world of local ranks."""
+"""tutti run: starts any script as a world of local ranks."""
 
 import os
 import shutil
@@ -32,11 +32,11 @@ class Run:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto selects CUDA if a GPU is visible; cpu hides the GPUs."""
     ranks_per_gpu: int = 1
-    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. Starts a
-    private MPS server."""
+    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. A number
+    above 1 starts a private MPS server."""
     show: Literal["all", "first"] = "all"
-    """Output to print. all: the output of every rank, each line with the rank number in front.
-    first: the unchanged output of rank 0."""
+    """Output to print. all prints the output of every rank, with the rank number before each line.
+    first prints the unchanged output of rank 0."""
     log_dir: Path | None = None
     """Directory for one log file per rank (default: no log files)."""
     start_timeout: float = START_TIMEOUT
@@ -57,25 +57,25 @@ def main(arguments: list[str]) -> int:
 def python_command(command: list[str]) -> list[str]:
     """Return the full command for `SCRIPT …`, `-m MODULE …` or an executable.
 
-    Raises UsageError if the script, module or executable does not exist.
+    Raise UsageError if the script, module or executable does not exist.
     """
     if not command or command == ["-m"]:
-        raise UsageError("no script given: tutti run -n 2 SCRIPT, or tutti run -n 2 -m MODULE")
+        raise UsageError("tutti run needs a script or a module: tutti run -n 2 SCRIPT or -m MODULE")
     if command[0] == "-m":
-        # Look up only the top-level package: for a submodule, Python would import the user's
+        # Look up only the top-level package, because for a submodule Python would import the user's
         # package in this process.
         top = command[1].partition(".")[0]
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"-m {command[1]}: no module {top} here or installed: check the name")
+            raise UsageError(f"-m {command[1]}: the module {top} is neither here nor installed")
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":
-        # Do not resolve symbolic links: Python finds its virtual environment from its own path.
+        # Do not resolve symbolic links, because Python finds its virtual environment from its path.
         program = str(script.absolute()) if os.access(script, os.X_OK) else shutil.which(command[0])
         if program is not None and not script.is_dir():
             return [program, *command[1:]]
     if script.is_dir():
-        raise UsageError(f"{command[0]!r} is a directory: give the path of a script")
+        raise UsageError(f"{command[0]!r} is a directory. Use the path of a script.")
     if not script.is_file():
-        raise UsageError(f"script {command[0]!r} does not exist: check the path")
+        raise UsageError(f"script {command[0]!r} does not exist. Check the path.")
     return [sys.executable, *command]

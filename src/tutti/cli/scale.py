@@ -47,9 +47,9 @@ class Scale:
     """Comma-separated numbers of ranks, such as 1,2,4. Efficiency is relative to the smallest
     number."""
     mode: Literal["strong", "weak"] | None = None
-    """strong: all ranks share one global batch. weak: each rank keeps its own batch. For a recipe,
-    this flag sets the batch (default: strong). For a program, it states what the program does
-    (default: weak)."""
+    """strong means that all ranks share one global batch. weak means that each rank keeps its own
+    batch. For a recipe, this flag sets the batch (default: strong). For a program, it states what
+    the program does (default: weak)."""
     repeats: int = 3
     """Number of runs with each number of ranks."""
     steps: int | None = None
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
         train_flags += words[words.index("train") + 1 :]  # treated as flags before the dashes
         words = []
     if options.ranks is None:
-        raise UsageError("--ranks is required: give numbers of ranks, such as --ranks 1,2,4")
+        raise UsageError("--ranks is required. Use numbers of ranks such as --ranks 1,2,4.")
     items = options.ranks.split(",")
     if not all(item.strip().isdecimal() and int(item) > 0 for item in items):
         raise UsageError(
@@ -97,14 +97,14 @@ def main(arguments: list[str]) -> int:
     sizes = sorted({int(item) for item in items})
     if not words and not any(word.partition("=")[0] == "--recipe" for word in train_flags):
         program = next((word for word in train_flags if word.endswith(".py")), None)
-        cure = "add --recipe NAME (lenet, gpt, …), or -- train.py …"
+        cure = "Add --recipe NAME (lenet, gpt, …), or -- train.py …."
         if program is not None:
-            cure = f"put two dashes before the program: tutti scale --ranks 1,2 -- {program} …"
-        raise UsageError(f"no job is given: {cure}")
+            cure = f"Put two dashes before the program: tutti scale --ranks 1,2 -- {program} …."
+        raise UsageError(f"there is no job to run. {cure}")
     if words and train_flags:
         raise UsageError(
-            f"no flag {train_flags[0]}: see tutti scale --help; write flags of a program after the "
-            "program"
+            f"there is no flag {train_flags[0]}. See tutti scale --help. Write flags of a program "
+            "after the program."
         )
     _check(options)
     if words:
@@ -130,24 +130,24 @@ def _check(options: Scale) -> None:
     launcher = identify(os.environ).launcher
     if launcher != "python":
         raise UsageError(
-            f"tutti scale starts ranks itself, but {launcher} started this process as a rank: "
-            "run tutti scale without a launcher"
+            f"tutti scale starts ranks itself, but {launcher} started this process as a rank. "
+            "Run tutti scale without a launcher."
         )
     check_at_least(1, options, "repeats", "steps", "active", "ranks_per_gpu")
     check_at_least(0, options, "settle")
     check_writable("--json", options.json)
     out = options.out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out {out} exists and is not empty: choose another directory")
+        raise UsageError(f"--out {out} exists and is not empty. Choose another directory.")
 
 
 def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
-    """Run any training program, unchanged."""
+    """Run any training program, unchanged, and return the exit code."""
     from tutti.cli import COMMANDS
     from tutti.profile.captured_command import resolve_command
 
     if options.sweep is not None:
-        raise UsageError("--sweep sets flags of tutti train and needs --recipe NAME")
+        raise UsageError("--sweep sets flags of tutti train, so it needs --recipe NAME")
     starts_ranks = scale_runs.starts_ranks_itself(words, sizes)
     words = ["python", *words] if words[0] == "-m" else words
     command = tuple(resolve_command(words, list(COMMANDS)))
@@ -157,7 +157,7 @@ def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
 
 
 def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
-    """Run tutti train with these flags."""
+    """Run tutti train with these flags, and return the exit code."""
     _read_train_flags(flags, sizes[0])  # report wrong flags before others are added
     mode: Mode = options.mode or "strong"
     swept_flag, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
@@ -175,7 +175,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
         if mode == "weak" and batch is not None:
             raise UsageError(
                 f"--global-batch {batch} is shared by all ranks, but --mode weak keeps the batch "
-                "of each rank: use --batch, or --mode strong"
+                "of each rank. Use --batch, or --mode strong."
             )
         if mode == "strong" and not batch:
             # All runs use the global batch of the smallest number of ranks.
@@ -250,7 +250,7 @@ def _measure(
         results["runs"] = [run.row() for run in series.runs]
         _write(options, out, results)
     if series.stopped:
-        print("tutti scale: stopped; the results of completed runs are kept", file=sys.stderr)
+        print("tutti scale: stopped. The results of completed runs are kept.", file=sys.stderr)
         return 130
     if series.failure is not None:
         print(f"tutti scale: {series.failure}", file=sys.stderr)
@@ -262,14 +262,14 @@ def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
     for path in (out / "scale.json", options.json):
         if path is not None:
             write_json(path, "tutti.scale/1", results)
-    print(f"the results are in {out}; for an HTML page: tutti report {out}", file=sys.stderr)
+    print(f"The results are in {out}. For an HTML page: tutti report {out}", file=sys.stderr)
 
 
 def _read_train_flags(flags: Sequence[str], ranks: int) -> Train:
-    """Parse flags of tutti train, with {ranks} replaced by the number of ranks."""
+    """Return the parsed flags of tutti train, with {ranks} replaced by the number of ranks."""
     options, _ = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
     for name in ("resume", "profile", "lr_sweep"):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} works with tutti train only: leave out {flag}")
+            raise UsageError(f"{flag} only works with tutti train. Omit {flag}.")
     return options

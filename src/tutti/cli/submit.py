@@ -1,4 +1,4 @@
-"""tutti submit slurm|mpi: write a cluster job as a script, and submit it."""
+"""tutti submit slurm|mpi: writes a cluster job as a script, and submits it."""
 
 import os
 import re
@@ -48,13 +48,13 @@ class Slurm:
     job_name: str | None = None
     """Name of the job (default: the name of the script in COMMAND)."""
     output: str = "%x-%j.out"
-    """Output file of the job. %x is the job name, %j the job id."""
+    """Output file of the job. %x is the job name, and %j is the job id."""
     sbatch: tuple[str, ...] = ()
     """More flags for sbatch, without dashes, such as --sbatch exclusive constraint=h200."""
     script: Path | None = None
     """File for the script (default: NAME.sbatch in the current directory)."""
     dry_run: bool = False
-    """Print the script; do not write or submit it."""
+    """Only print the script. Do not write or submit it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Mpi:
     script: Path | None = None
     """File for the script (default: NAME.mpi.sh in the current directory)."""
     dry_run: bool = False
-    """Print the script; do not write or run it."""
+    """Only print the script. Do not write or run it."""
 
 
 def main(arguments: list[str]) -> int:
@@ -80,15 +80,13 @@ def main(arguments: list[str]) -> int:
         return 0
     kind = arguments[0] if arguments else ""
     if kind not in ("slurm", "mpi"):
-        raise UsageError(f"no cluster kind {kind!r}: use tutti submit slurm or tutti submit mpi")
+        raise UsageError(f"the kind must be slurm or mpi, as in tutti submit slurm, got {kind!r}")
     flags, command = split_at_dashes(arguments[1:])
     program = f"tutti submit {kind}"
     options: Slurm | Mpi
     options = parse(Slurm, program, flags) if kind == "slurm" else parse(Mpi, program, flags)
     if not command:
-        raise UsageError(
-            f"no command given: add the command after --: {program} -- python train.py"
-        )
+        raise UsageError(f"the command is missing. Add it after --: {program} -- python train.py")
     if isinstance(options, Slurm):
         return _submit_slurm(options, command)
     return _submit_mpi(options, command)
@@ -107,13 +105,13 @@ def _submit_slurm(options: Slurm, command: list[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    _require_program("sbatch", "submit from a login node of the cluster, or use --dry-run")
+    _require_program("sbatch", "Submit from a login node of the cluster, or use --dry-run")
     path = _write(options.script or Path(f"{name}.sbatch"), script)
     done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     print(done.stdout, end="")
     if done.returncode != 0:
         raise UsageError(f"sbatch refused {path}: {' '.join(done.stderr.split())}")
-    print(f"the script is {path}", file=sys.stderr)
+    print(f"The script is {path}", file=sys.stderr)
     return 0
 
 
@@ -125,41 +123,41 @@ def _submit_mpi(options: Mpi, command: list[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    _require_program(mpirun[0], "install Open MPI or MPICH, or use --dry-run")
+    _require_program(mpirun[0], "Install Open MPI or MPICH, or use --dry-run")
     path = _write(options.script or Path(f"{_job_name(command)}.mpi.sh"), script)
-    print(f"the script is {path}", file=sys.stderr, flush=True)
+    print(f"The script is {path}", file=sys.stderr, flush=True)
     # Replace this process, so that signals and terminal input reach mpirun directly.
     os.execvp("bash", ["bash", str(path)])
 
 
 def _job_name(command: Sequence[str]) -> str:
-    scripts = [word for word in command if word.endswith(".py")]
+    scripts = [argument for argument in command if argument.endswith(".py")]
     return re.sub(r"[^A-Za-z0-9._-]", "-", Path((scripts or command)[0]).stem) or "tutti"
 
 
 def _flavour(mpirun: str) -> str:
-    _require_program(mpirun, "install Open MPI or MPICH, or give --flavour openmpi")
+    _require_program(mpirun, "Install Open MPI or MPICH, or use --flavour openmpi")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in version or "OpenRTE" in version:
         return "openmpi"
     if "HYDRA" in version or "Intel" in version:
         return "mpich"
     raise UsageError(
-        f"{mpirun} --version names neither Open MPI nor MPICH: add --flavour openmpi or mpich"
+        f"{mpirun} --version names neither Open MPI nor MPICH. Add --flavour openmpi or mpich."
     )
 
 
 def _require_program(program: str, cure: str) -> None:
     if shutil.which(program) is None:
-        raise UsageError(f"{program} is not installed here: {cure}")
+        raise UsageError(f"{program} is not installed here. {cure}.")
 
 
 def _write(path: Path, script: str) -> Path:
     try:
         if path.exists() and path.read_text() != script:
-            raise UsageError(f"{path} exists with other content: remove it or use --script FILE")
+            raise UsageError(f"{path} exists with other content. Remove it or use --script FILE.")
         path.write_text(script)
         path.chmod(0o755)
     except OSError as error:
-        raise UsageError(f"--script {path}: {error.strerror}: choose another file") from None
+        raise UsageError(f"--script {path}: {error.strerror}. Choose another file.") from None
     return path

@@ -1,4 +1,4 @@
-"""tutti train: train a recipe on one rank or many."""
+"""tutti train: trains a recipe on one rank or many."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
-Summaries = dict[tuple[float, int], dict[str, Any]]  # by learning rate and number of ranks
+Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
 
-# Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped; --resume continues it.
+# Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped and --resume can continue.
 STOPPED = 75
 # Time between SIGTERM and SIGKILL, in which ranks write a checkpoint.
 _GRACE_SECONDS = 60.0
@@ -40,7 +40,7 @@ class Train(WorldFlags):
     """Recipe to train: lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base =
     "NAME"."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: 1). With
+    """Number of local ranks to start (default: 1). Ignored under torchrun, srun or mpirun. With
     --lr-sweep, a comma-separated list such as 1,2."""
     out: Path | None = None
     """Run directory (default: runs/NAME-DATE-TIME)."""
@@ -52,9 +52,9 @@ class Train(WorldFlags):
     """Measure the throughput: train 50 steps (or --steps) on synthetic data, without evaluation and
     checkpoints."""
     profile: bool = False
-    """Record a few steps on every rank; tutti profile --trace DIR explains them."""
+    """Record a few steps on every rank. tutti profile --trace DIR explains them."""
     nvtx: bool = False
-    """Mark a few steps for Nsight Systems; run the command under nsys profile -c cudaProfilerApi.
+    """Mark a few steps for Nsight Systems. Run the command under nsys profile -c cudaProfilerApi.
     Needs CUDA."""
     lr_sweep: str | None = None
     """Comma-separated learning rates to compare, such as 0.05,0.1,0.2. Trains once for each
@@ -73,10 +73,10 @@ def main(arguments: list[str]) -> int:
             print_learning_rates(summaries)
         return code
     if options.out is None and options.resume:
-        raise UsageError("--resume needs the directory of the run: add --out DIR")
+        raise UsageError("--resume needs the directory of the run. Add --out DIR.")
     if options.ranks is not None and not options.ranks.isdecimal():
         raise UsageError(
-            f"--ranks must be a whole number, got {options.ranks} (a list: --lr-sweep)"
+            f"--ranks must be a whole number (or a list with --lr-sweep), got {options.ranks}"
         )
     if options.ranks is not None and identify(os.environ).launcher == "python":
         ranks = int(options.ranks)
@@ -105,7 +105,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
 def _as_benchmark(options: Train, arguments: list[str]) -> Train:
     """Return the options of the same run on synthetic data, without evaluation."""
     if options.resume:
-        raise UsageError("--benchmark writes no checkpoints: leave out --resume")
+        raise UsageError("--benchmark writes no checkpoints. Omit --resume.")
     recipe = options.settings
     pixels = 32 if recipe.data.dataset == "cifar100" else recipe.data.pixels
     steps = recipe.length.steps if flag_value("--steps", arguments) is not None else 50
@@ -141,7 +141,7 @@ def _train(options: Train, base: Recipe) -> int:
         directory = RunDirectory(Path(gather_json(str(options.run_directory()))[0]))
         with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
-                raise UsageError("--nvtx needs CUDA, but the device is cpu: leave out --nvtx")
+                raise UsageError("--nvtx needs CUDA, but the device is cpu. Omit --nvtx.")
             agree(lambda: directory.check(options.resume) if world.is_first else None)
             resume, tensorboard = options.resume, options.tensorboard
             switches = {"resume": resume, "tensorboard": tensorboard, "save": not options.benchmark}
@@ -160,7 +160,7 @@ def _train(options: Train, base: Recipe) -> int:
             print(*lines, sep="\n", file=sys.stderr)
         if trainer.step >= trainer.schedule.steps:
             if world.is_first:
-                print(f"nothing is left to do: {directory.path} is at step {trainer.step}")
+                print(f"the run is complete: {directory.path} is at step {trainer.step}")
             return 0
         if options.profile or options.nvtx:
             from tutti.profile.capture import Capture
@@ -181,20 +181,20 @@ def _train(options: Train, base: Recipe) -> int:
             stopped = outcome.stopped and not outcome.failed_saves
             _print_summary(directory.path, outcome.summary, stopped)
             if options.profile:
-                print(f"to see where the step time went: tutti profile --trace {directory.path}")
+                print(f"To see where the step time went: tutti profile --trace {directory.path}")
         if outcome.failed_saves:
             step, reason = max(outcome.failed_saves.items())
             with usage_error_on_rank_0(world):
                 raise UsageError(
-                    f"checkpoints not written: {len(outcome.failed_saves)}, the last at step "
-                    f"{step}: {reason}: free space for --out {directory.path}"
+                    f"{len(outcome.failed_saves)} checkpoints could not be written, the last one "
+                    f"at step {step} ({reason}). Free space for --out {directory.path}."
                 )
         return STOPPED if outcome.stopped else 0
 
 
 def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> None:
     if stopped:
-        print(f"stopped by a signal at step {summary['steps']}, with a checkpoint; to continue:")
+        print(f"stopped by a signal at step {summary['steps']}, with a checkpoint. To continue:")
         print(f"  tutti train --resume --out {directory} --ranks {summary['world']['size']}")
         return
     if summary["test_accuracy"] is not None:
@@ -209,7 +209,7 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
-    """Format all values, one line per section. Values from a file or a flag are marked."""
+    """Return all values as text, one line per section. Values from a file or a flag are marked."""
     built_in = RECIPES[_built_in_recipe(settings)]
     lines = [f"recipe {name}, model {settings.model}"]
     for section in fields(settings):
@@ -240,7 +240,7 @@ def _built_in_recipe(settings: Recipe) -> str:
 def train_learning_rates(options: Train, arguments: list[str]) -> tuple[Summaries, int]:
     """Train once for each learning rate and number of ranks.
 
-    Returns the summaries, and the exit code of the first run that failed, or 0.
+    Return the summaries, and the exit code of the first run that failed, or 0.
     """
     rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
     sizes = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]

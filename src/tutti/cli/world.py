@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from tutti.comm.ledger import ProcessLedger
 
-_PLACES = ("rank", "local_rank", "node", "host")
-_COLUMNS = (*_PLACES, "device", "backend", "launcher", "cpus", "threads")
+_COLUMNS = (
+    *("rank", "local_rank", "node", "host", "device", "backend", "launcher", "cpus", "threads"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,13 @@ class ShowWorld(WorldFlags):
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: 1)."""
+    """Number of local ranks to start (default: 1). Ignored under torchrun, srun or mpirun."""
     json: Path | None = None
     """Also write the rows to this JSON file."""
     ledger: tuple[int, ...] | None = None
-    """Start no ranks. Show the current communication and source line of running processes, even if
-    they hang: of these process ids, or of all your processes on this host."""
+    """Do not start ranks. For each of these process ids (default: all of your processes on this
+    host), show the operation that the process is in and the source line that called it. This also
+    works for processes that hang."""
 
 
 def main(arguments: list[str]) -> int:
@@ -110,13 +112,13 @@ def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
         elif pids:
             raise UsageError(
                 f"--ledger {pid}: this process has ended, belongs to another user, or has not "
-                "called tutti.comm: `tutti world --ledger` lists the processes that can be shown"
+                "called tutti.comm. Run `tutti world --ledger` to list the processes."
             )
-    rows = [_row(ledger) for ledger in sorted(ledgers, key=lambda each: (each.rank, each.pid))]
+    rows = [_row(ledger) for ledger in sorted(ledgers, key=lambda entry: (entry.rank, entry.pid))]
     if rows:
-        _print_rows("operations, from the ledgers of this host", rows, wrap=False)
+        _print_rows("current operations of the processes on this host", rows, wrap=False)
     else:
-        print("no process of this user on this host has a ledger")
+        print("none of your processes on this host has called tutti.comm")
     return rows
 
 
