@@ -48,7 +48,7 @@ def test_a_file_changes_only_the_given_keys_of_its_base(tmp_path: Path) -> None:
             'base = "gpt"\n[optimization]\noptimizer = "lion"',
             "must be one of sgd, adamw, got 'lion'",
         ),
-        ('base = "gpt"\n[architecture]\nheads = 3', "128 / 3 .*use dim 132"),
+        ('base = "gpt"\n[architecture]\nheads = 3', "128 / 3 .*Use dim 132"),
         ('base = "gpt"\noptimization = 1', "is a section"),
         ('base = "gtp"', "one of .*gpt"),
         ("lr = = 2", "Invalid"),

@@ -1,4 +1,4 @@
-"""How a batch is divided among ranks: a list with one count per rank, the same on every rank.
+"""Divides a batch among ranks: every rank computes the same list with one count per rank.
 
 The counts always add up to the batch, so no sample is lost or duplicated.
 """

@@ -76,14 +76,14 @@ class Mesh:
     def describe(self) -> str:
         """Return a description of the layout."""
         layout = self.layout
-        where = " across nodes, over the network" if self.tp_crosses_nodes else ""
-        words = {
+        network = " across nodes, over the network" if self.tp_crosses_nodes else ""
+        texts = {
             "dp": f"{layout.dp} replicas",
             "shard": f"parameters in {layout.shard} shards (FSDP2)",
-            "tp": f"layers split over {layout.tp} ranks{where}",
+            "tp": f"layers split over {layout.tp} ranks{network}",
             "pp": f"a pipeline of {layout.pp} ranks",
         }
-        return ", ".join(text for axis, text in words.items() if layout.axes[axis] > 1)
+        return ", ".join(text for axis, text in texts.items() if layout.axes[axis] > 1)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

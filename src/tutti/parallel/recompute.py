@@ -82,14 +82,14 @@ def compile_blocks(
             block.compile(backend=backend, dynamic=dynamic)
 
 
-def recompute_activations(model: nn.Module, what: Recompute) -> None:
+def recompute_activations(model: nn.Module, mode: Recompute) -> None:
     """Recompute the activations of each block in the backward pass, in place."""
-    if what == "none":
+    if mode == "none":
         return
     for block in repeated_blocks(model):
         norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         # Blocks without norms get the same object, so that equal blocks share a graph.
-        contexts = partial(_contexts, what, norms) if norms else _WITHOUT_NORMS[what]
+        contexts = partial(_contexts, mode, norms) if norms else _WITHOUT_NORMS[mode]
         block.forward = _recomputed(block.forward, contexts)
 
 
@@ -102,19 +102,19 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Cal
 
 
 def _contexts(
-    what: Recompute, norms: Sequence[_NormBase]
+    mode: Recompute, norms: Sequence[_NormBase]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a block's forward and of its recomputation."""
     # A compiled graph updates each buffer only once, even if it recomputes activations.
     compiling = torch.compiler.is_compiling()
-    if what == "full" and not compiling:
+    if mode == "full" and not compiling:
         return nullcontext(), _Recomputation(norms)
-    policy = _keep_expensive if what == "selective" else _keep_nothing
+    policy = _keep_expensive if mode == "selective" else _keep_nothing
     first, second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return first, second if compiling else _Recomputation(norms, second)
 
 
-_WITHOUT_NORMS = {what: partial(_contexts, what, ()) for what in get_args(Recompute)}
+_WITHOUT_NORMS = {mode: partial(_contexts, mode, ()) for mode in get_args(Recompute)}
 
 
 class _Recomputation(AbstractContextManager[None]):
@@ -128,11 +128,11 @@ class _Recomputation(AbstractContextManager[None]):
         self, norms: Sequence[_NormBase], inner: AbstractContextManager[Any] | None = None
     ) -> None:
         self._norms = norms
-        self._kept: list[dict[str, torch.Tensor | None]] = []
+        self._saved_buffers: list[dict[str, torch.Tensor | None]] = []
         self._inner = nullcontext() if inner is None else inner
 
     def __enter__(self) -> None:
-        self._kept = [dict(norm._buffers) for norm in self._norms]
+        self._saved_buffers = [dict(norm._buffers) for norm in self._norms]
         for norm in self._norms:
             for name, buffer in norm._buffers.items():
                 norm._buffers[name] = None if buffer is None else buffer.clone()
@@ -142,7 +142,7 @@ class _Recomputation(AbstractContextManager[None]):
         try:
             self._inner.__exit__(*error)
         finally:
-            for norm, buffers in zip(self._norms, self._kept, strict=True):
+            for norm, buffers in zip(self._norms, self._saved_buffers, strict=True):
                 norm._buffers.update(buffers)
 
 

@@ -143,20 +143,20 @@ def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
     for name, role in rules.items():
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding) and role == "vocabulary":
-            count, what = module.num_embeddings, "tokens"
+            count, unit = module.num_embeddings, "tokens"
         elif isinstance(module, nn.Linear) and role in ("column", "row", "head"):
             count = module.in_features if role == "row" else module.out_features
-            what = {"row": "inputs", "head": "tokens"}.get(role, "outputs")
+            unit = {"row": "inputs", "head": "tokens"}.get(role, "outputs")
             # An attention head cannot be split over ranks.
             head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
             if isinstance(head_dim, int) and count % head_dim == 0:
-                count, what = count // head_dim, "heads"
+                count, unit = count // head_dim, "heads"
         else:
             continue
         if count % tp:
             divisors = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 2 * tp]
             raise UsageError(
-                f"layout tp{tp} does not divide the {count} {what} of {name} ({count} / {tp} = "
+                f"layout tp{tp} does not divide the {count} {unit} of {name} ({count} / {tp} = "
                 f"{count / tp:.4g}): use tp{' or tp'.join(divisors[-2:])}"
             )
 

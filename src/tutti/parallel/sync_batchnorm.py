@@ -172,7 +172,7 @@ class _Normalise(torch.autograd.Function):
         dims = [0, *range(2, x.dim())]
         dbias, dweight = dy.sum(dims), (dy * normed).sum(dims)
         dx = None
-        if ctx.needs_input_grad[0]:  # the same on all ranks, because they have the same model
+        if ctx.needs_input_grad[0]:  # equal on all ranks, because they have the same model
             sums = torch.stack([dbias, dweight])
             all_reduce(sums, group=ctx.group)
             mean_dy, mean_dy_normed = sums / max(ctx.count, 1)

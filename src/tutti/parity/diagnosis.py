@@ -93,8 +93,8 @@ def buffers_of_own_samples(
 
     within: set[str] = set()
     for data_rank in {data_rank for data_rank, _ in by_rank}:
-        within.update(differing(found for number, found in by_rank if number == data_rank))
-    return [name for name in differing(found for _, found in by_rank) if name not in within]
+        within.update(differing(buffers for number, buffers in by_rank if number == data_rank))
+    return [name for name in differing(buffers for _, buffers in by_rank) if name not in within]
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor, min_scale: float) -> Difference:

@@ -127,7 +127,7 @@ def _forward_changes_buffers(model: nn.Module, samples: TensorSamples) -> bool:
     if not before:
         return False
     model.train()(samples.inputs[:2])
-    return any(not torch.equal(before[name], now) for name, now in model.named_buffers())
+    return any(not torch.equal(before[name], after) for name, after in model.named_buffers())
 
 
 def random_samples(model: nn.Module, count: int, options: ParityOptions) -> TensorSamples:

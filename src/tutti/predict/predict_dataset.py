@@ -37,7 +37,7 @@ from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
-MAX_BATCHES_PER_ROUND = 8  # of each rank between two exchanges; limits the text in memory
+MAX_BATCHES_PER_ROUND = 8  # batches of a rank between two exchanges
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def agree(make: Callable[[], Result]) -> Result:
     errors = [(rank, text) for rank, text in enumerate(gather_json(error)) if text is not None]
     if errors:
         rank, text = errors[0]
-        where = "" if len(errors) > 1 or rank == 0 else f" (on rank {rank})"
-        raise UsageError(f"{text}{where}")
+        on_rank = "" if len(errors) > 1 or rank == 0 else f" (on rank {rank})"
+        raise UsageError(f"{text}{on_rank}")
     return result
 
 

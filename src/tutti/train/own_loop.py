@@ -71,9 +71,9 @@ class Meter:
 
     def read(self) -> Reading:
         """Return the mean over all ranks since the last call. All ranks must call this method."""
-        both = torch.stack([self._total, torch.full_like(self._total, self._count)])
-        comm.all_reduce(both)
-        total, count = both.tolist()
+        sums = torch.stack([self._total, torch.full_like(self._total, self._count)])
+        comm.all_reduce(sums)
+        total, count = sums.tolist()
         seconds = time.perf_counter() - self._since
         self._reset()
         mean = total / count if count else float("nan")

@@ -82,7 +82,7 @@ class Metrics:
         self._lines: list[str] = []
         self._board: Any = None
         if tensorboard is not None:
-            try:  # on every rank, so that all ranks raise the same error
+            try:  # all ranks import it, so that all ranks raise the same error
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UsageError(

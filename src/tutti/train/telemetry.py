@@ -187,7 +187,7 @@ class StatusSync:
         """Exchange the status. Only this method of the training loop waits for the device."""
         losses = torch.cat(self._losses).double().tolist() if self._losses else []
         now = time.perf_counter()
-        own = self.timer.take()
+        own_times = self.timer.take()
         steps = len(losses)
         nonfinite = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
         # One vector, summed over all ranks: common values, then one slot per rank, which is zero
@@ -197,7 +197,7 @@ class StatusSync:
             0.0 if nonfinite is None else nonfinite + 1.0,
             rank_samples / self._busy_seconds if self._busy_seconds else 0.0,
             now - self._since,
-            *(seconds for _, seconds in own),
+            *(seconds for _, seconds in own_times),
         ]
         slots = [0.0] * (self.size * len(slot))
         slots[self.rank * len(slot) : (self.rank + 1) * len(slot)] = slot
@@ -209,7 +209,7 @@ class StatusSync:
             tuple(values[steps + 1 + i :: len(slot)]) for i in range(len(slot))
         )
         found = [(self._first + int(n) - 1, rank) for rank, n in enumerate(nonfinite_steps) if n]
-        measured = [self._first + step for step, _ in own]
+        measured = [self._first + step for step, _ in own_times]
         status = Status(
             first_step=self._first,
             losses=tuple(values[:steps]),
@@ -309,19 +309,19 @@ class Stragglers:
         ranks = len(status.rates)
         if ranks == 1:
             return [0.0]
-        measured = [(step, own) for step, own in status.own_seconds if all(map(math.isfinite, own))]
+        measured = [(n, times) for n, times in status.own_seconds if all(map(math.isfinite, times))]
         if status.first_step == self._first or not measured:
             return [None] * ranks
         seconds = status.seconds / len(status.losses)
-        self._window.extend((step, own, seconds) for step, own in measured)
-        waits = [fmean(max(own) - own[rank] for _, own in measured) for rank in range(ranks)]
+        self._window.extend((step, times, seconds) for step, times in measured)
+        waits = [fmean(max(times) - times[rank] for _, times in measured) for rank in range(ranks)]
         return [min(1.0, wait / seconds) for wait in waits]
 
     def warning(self) -> str | None:
         """Return a line that names the late ranks, at most once in `_QUIET_STEPS` steps."""
         if len(self._window) < _WINDOW_STEPS or self._window[-1][0] < self._quiet_until:
             return None
-        steps = [own for _, own, _ in self._window]
+        steps = [times for _, times, _ in self._window]
         means = [fmean(rank_seconds) for rank_seconds in zip(*steps, strict=True)]
         typical, slowest = median_low(means), max(means)
         # Several ranks may be late at the same time, for example all ranks of a slow host.
@@ -332,7 +332,7 @@ class Stragglers:
         delay = fmean(means[rank] for rank in late) - others
         fraction = delay / fmean(seconds for _, _, seconds in self._window)
         late_fraction = fmean(
-            min(own[rank] for rank in late) - median_low(own) > delay / 2 for own in steps
+            min(times[rank] for rank in late) - median_low(times) > delay / 2 for times in steps
         )
         if fraction < _MIN_WAIT_FRACTION or late_fraction < _MIN_LATE_FRACTION:
             return None

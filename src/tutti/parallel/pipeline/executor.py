@@ -216,18 +216,18 @@ class Pipeline(Engine):
         given, stores the input and output of each stage of this rank in it, as meta tensors. Every
         rank runs its stages in ascending order, so no two ranks wait for each other.
         """
-        here, last = self.mesh.rank("pp"), len(self.rank_of_stage) - 1
+        own_rank, last = self.mesh.rank("pp"), len(self.rank_of_stage) - 1
         x = inputs
         for stage, module in self.stages.items():
             # In a V-schedule, the last rank holds two consecutive stages and receives nothing.
-            if stage and self.rank_of_stage[stage - 1] != here:
+            if stage and self.rank_of_stage[stage - 1] != own_rank:
                 x = self._receive(self.rank_of_stage[stage - 1])
             output = module(x)
             assert isinstance(output, Tensor), "a stage must return one tensor"
             if shapes is not None:
                 shapes[stage] = _like_on_meta(x), _like_on_meta(output)
             x = output
-            if stage != last and self.rank_of_stage[stage + 1] != here:
+            if stage != last and self.rank_of_stage[stage + 1] != own_rank:
                 self._send(x.contiguous(), self.rank_of_stage[stage + 1])
         # Free gathered parameters, which would be outdated after the next optimizer step.
         for part in [part for module in self.stages.values() for part in module.modules()]:

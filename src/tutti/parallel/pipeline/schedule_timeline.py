@@ -177,10 +177,10 @@ def draw(timeline: Timeline, unit: float = 1.0, width: int = 80) -> list[str]:
     have several stages. A timeline wider than `width` continues in further lines below. `unit` is
     the time that is drawn as wide as one label.
     """
-    several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
+    several_stages = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
 
     def label(action: Action) -> str:
-        return f"{action.stage if several else ''}{action.kind}{action.microbatch}"
+        return f"{action.stage if several_stages else ''}{action.kind}{action.microbatch}"
 
     longest = max(len(label(span.action)) for spans in timeline for span in spans)
     scale = (longest + 1) / unit  # characters per unit of time

@@ -195,7 +195,7 @@ def _best_cut(
     Layers `start` to `end` cost sums[end] - sums[start]. `join` combines the value of a cut with
     the cost of one more part. `ends` contains the end of each part.
     """
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # for each number of layers
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: number of layers
     for stage in range(1, stages + 1):
         longer: dict[int, tuple[float, list[int]]] = {}
         for end in range(stage, len(sums) - (stages - stage)):
@@ -243,7 +243,7 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> 
     meta_model = _on_meta(model)
     for norm in meta_model.modules():
         if isinstance(norm, _NormBase):
-            norm.eval()  # in training, one sample may be too few, and a collective may run
+            norm.eval()  # training may need several samples or a collective
     x = example.to("meta")
     counted: dict[object, tuple[float, Tensor]] = {}
     costs = []

@@ -93,12 +93,12 @@ class TiedWeights:
 
     def _exchange(self, local: Tensor, ranks: list[int]) -> list[Tensor]:
         """Exchange tensors between the pipeline ranks in `ranks`. Return them in this order."""
-        group, here = self._mesh.group("pp"), self._mesh.rank("pp")
+        group, own_rank = self._mesh.group("pp"), self._mesh.rank("pp")
         local = local.contiguous()
-        tensors = [local if rank == here else torch.empty_like(local) for rank in ranks]
+        tensors = [local if rank == own_rank else torch.empty_like(local) for rank in ranks]
         with collective_group():
             for rank, tensor in zip(ranks, tensors, strict=True):
-                if rank != here:
+                if rank != own_rank:
                     send(local, rank, group=group)
                     recv(tensor, rank, group=group)
         return tensors

@@ -236,7 +236,7 @@ class Checkpoints:
         return None if error is None else str(error)
 
     def _report(self, failures: Sequence[str | None]) -> None:
-        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None]
+        reasons = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
         causes = [reason for reason in reasons if not reason.endswith(_OTHER_RANK_FAILED)]
         if reasons and self._pending is not None:
             self._fail(self._pending[0], (causes or reasons)[0])
