@@ -157,7 +157,7 @@ def check_host_memory(size: int, world: World) -> None:
     """
     available = read_memory(SysFiles()).available_bytes
     for ranks, free in gather_json((world.local_size, available)):
-        needed = 2 * size * ranks  # at least a send buffer and the expected result per rank
+        needed = 2 * size * ranks  # each rank needs a send buffer and the expected result
         if free is not None and needed > free:
             memory = f"{format_bytes(needed)} of memory, but {format_bytes(free)} are free"
             raise UsageError(

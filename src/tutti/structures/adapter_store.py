@@ -142,7 +142,7 @@ class AdapterStore(Structure):
             self._slots.append(Slot(number, tensors))
         self._active_slots: tuple[Slot, ...] = ()  # the active slot and the previous one
         self._current: Adapter | None = None
-        self._followed = self._epoch = 0
+        self._last_followed = self._epoch = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-adapters")
         self._counts = dict.fromkeys(("puts", "fetched", "resident", "late", "again", "evicted"), 0)
         heap.barrier()
@@ -159,14 +159,14 @@ class AdapterStore(Structure):
         self._check_adapter(_checked_name(name), tensors)
         with self._lock:
             before = self._newest(name)
-            slot = self._begin(name)
+            slot = self._begin_write(name)
             try:
                 for key, view in slot.tensors.items():
                     self._write(view, tensors[key])
             except BaseException:
                 self._clear(slot)
                 raise
-            self._finish(slot, name, before.version + 1 if before else 1, is_original=True)
+            self._finish_write(slot, name, before.version + 1 if before else 1, is_original=True)
             self._counts["puts"] += 1
             return slot.version
 
@@ -208,7 +208,7 @@ class AdapterStore(Structure):
             lambda: publish(self._announced, 0, text), f"activation of {name!r} everywhere"
         )
         with self._lock:
-            self._followed = max(self._followed, number)
+            self._last_followed = max(self._last_followed, number)
             return self._switch_to(name)
 
     def active(self) -> Adapter:
@@ -222,8 +222,8 @@ class AdapterStore(Structure):
         announcement = (
             int(self._core_holding_gil.tutti_load(self._announcement)) >> native.VERSION_SHIFT
         )
-        if announcement > self._followed:
-            self._follow()
+        if announcement > self._last_followed:
+            self._follow_announcement()
         if self._current is None:
             raise LookupError("no adapter is active: activate one first")
         return self._current
@@ -247,7 +247,7 @@ class AdapterStore(Structure):
             self._current = Adapter(self._lock, slot, self._epoch)
             return self._epoch
 
-    def _follow(self) -> None:
+    def _follow_announcement(self) -> None:
         """Switch to the adapter that another rank has announced."""
         text = ctypes.create_string_buffer(_NAME_BYTES + 1)
         address, lookup = ctypes.addressof(text), self._core_holding_gil.tutti_rows_lookup
@@ -257,8 +257,8 @@ class AdapterStore(Structure):
         name = text.value.decode()
         self._ensure_resident(name)
         with self._lock:
-            if number > self._followed:
-                self._followed = number
+            if number > self._last_followed:
+                self._last_followed = number
                 self._switch_to(name)
 
     # ---- Queries ----
@@ -269,7 +269,7 @@ class AdapterStore(Structure):
         return {
             rank: max(copy.version for copy in copies)
             for rank in range(self.size)
-            if (copies := self._copies(rank, name))
+            if (copies := self._copies_on(rank, name))
         }
 
     def resident(self) -> list[str]:
@@ -301,14 +301,14 @@ class AdapterStore(Structure):
                     return resident.version
                 if source is None:
                     raise LookupError(f"no rank has adapter {name!r}: put it on one rank first")
-                slot = self._begin(name)
+                slot = self._begin_write(name)
             copied = False
             try:
                 copied = self._copy_slot(source, slot)
             finally:
                 with self._lock:
                     if copied:
-                        self._finish(slot, name, source.version, is_original=False)
+                        self._finish_write(slot, name, source.version, is_original=False)
                     else:
                         self._clear(slot)
                     self._counts["fetched" if copied else "again"] += 1
@@ -370,7 +370,7 @@ class AdapterStore(Structure):
         self._slots.remove(slot)
         self._slots.append(slot)
 
-    def _begin(self, name: str) -> Slot:
+    def _begin_write(self, name: str) -> Slot:
         """Return a slot to which adapter `name` can be written."""
         candidates = [
             slot
@@ -392,7 +392,7 @@ class AdapterStore(Structure):
         self._core_holding_gil.tutti_slot_begin(self._record(self.rank, slot.number))
         return slot
 
-    def _finish(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
+    def _finish_write(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
         """Mark a slot as written. Remove older versions of the adapter that are not in use."""
         self._end_record(slot.number, name, version)
         slot.name, slot.version = name, version
@@ -435,14 +435,16 @@ class AdapterStore(Structure):
     def _newest(self, name: str) -> SlotCopy | None:
         """Return the newest copy. Of equal versions, the copy on the nearest next rank is taken."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
-        copies = self._found(ranks, lambda: [c for rank in ranks for c in self._copies(rank, name)])
+        copies = self._search_consistently(
+            ranks, lambda: [c for rank in ranks for c in self._copies_on(rank, name)]
+        )
         return max(copies, key=lambda copy: copy.version, default=None)
 
-    def _copies(self, rank: int, name: str) -> list[SlotCopy]:
+    def _copies_on(self, rank: int, name: str) -> list[SlotCopy]:
         """Return a rank's copies of an adapter. Older versions may still be in use."""
-        return self._found([rank], lambda: list(self._search(rank, name)))
+        return self._search_consistently([rank], lambda: list(self._read_copies(rank, name)))
 
-    def _search(self, rank: int, name: str) -> Iterator[SlotCopy]:
+    def _read_copies(self, rank: int, name: str) -> Iterator[SlotCopy]:
         """Yield a rank's copies of an adapter, except copies in slots that are being written."""
         buffer = ctypes.create_string_buffer(16 + _NAME_BYTES)
         target = ctypes.addressof(buffer)
@@ -457,8 +459,11 @@ class AdapterStore(Structure):
                 if version and buffer.raw[16 : 16 + length].decode() == name:
                     yield SlotCopy(rank, slot, sequence, version)
 
-    def _found(self, ranks: list[int], search: Callable[[], list[SlotCopy]]) -> list[SlotCopy]:
+    def _search_consistently(
+        self, ranks: list[int], search: Callable[[], list[SlotCopy]]
+    ) -> list[SlotCopy]:
         """Return the result of `search`, which must read the slots of `ranks`.
+
         A new version is written to another slot before the old version is removed. A search that
         reads one slot after the other may miss both versions, so an empty result is accepted only
         if no slot changed during the search.

@@ -40,11 +40,11 @@ class HostTier:
 
     def store(self, key: Hashable, data: torch.Tensor) -> bool:
         """Store a copy as the most recently used value. Return False if memory is missing."""
-        held = self._allocate(data)
-        if held is None:
+        cached = self._allocate(data)
+        if cached is None:
             return False
-        held.view.copy_(data)
-        self.values[key] = held
+        cached.view.copy_(data)
+        self.values[key] = cached
         return True
 
     def drop(self, key: Hashable) -> None:
@@ -53,16 +53,16 @@ class HostTier:
 
     def could_store(self, data: torch.Tensor) -> bool:
         """Return whether `data` would fit if all values that are not pinned were removed."""
-        pinned = sum(held.view.nbytes for held in self.values.values() if held.pins)
+        pinned = sum(cached.view.nbytes for cached in self.values.values() if cached.pins)
         return data.nbytes <= self._limit - pinned
 
     def oldest(self) -> Hashable:
         """Return the key of the least recently used value that is not pinned."""
-        return next(key for key, held in self.values.items() if not held.pins)
+        return next(key for key, cached in self.values.items() if not cached.pins)
 
     @property
     def bytes(self) -> int:
-        return sum(held.view.nbytes for held in self.values.values())
+        return sum(cached.view.nbytes for cached in self.values.values())
 
     def _allocate(self, data: torch.Tensor) -> CachedValue | None:
         """Return memory for a copy of `data`, or None if there is not enough memory."""
@@ -82,11 +82,11 @@ class AreaTier(HostTier):
         self._allocators = [Allocator(area.numel(), UNIT) for area in areas]
 
     def drop(self, key: Hashable) -> None:
-        held = self.values.pop(key)
-        self._allocators[held.area].free(held.offset)
+        cached = self.values.pop(key)
+        self._allocators[cached.area].free(cached.offset)
 
     def could_store(self, data: torch.Tensor) -> bool:
-        pinned = sorted((h.area, h.offset) for h in self.values.values() if h.pins)
+        pinned = sorted((value.area, value.offset) for value in self.values.values() if value.pins)
         for number, allocator in enumerate(self._allocators):
             end, largest_gap = 0, 0
             for offset in (offset for area, offset in pinned if area == number):
@@ -188,11 +188,11 @@ class PooledCache(Structure):
         tier = self._hit(key)
         if tier is None:
             return None
-        held = tier.values[key]
+        cached = tier.values[key]
         if out is None:
-            out = torch.empty(held.view.shape, dtype=held.view.dtype, device=self.heap.device)
-        out.copy_(held.view)
-        if tier is not self._tiers[0] and not held.pins:
+            out = torch.empty(cached.view.shape, dtype=cached.view.dtype, device=self.heap.device)
+        out.copy_(cached.view)
+        if tier is not self._tiers[0] and not cached.pins:
             self._promote(key, tier, out)
         return out
 
@@ -206,12 +206,12 @@ class PooledCache(Structure):
         tier = self._hit(key)
         if tier is None:
             raise KeyError(key)
-        held = tier.values[key]
-        held.pins += 1
+        cached = tier.values[key]
+        cached.pins += 1
         try:
-            yield held.view
+            yield cached.view
         finally:
-            held.pins -= 1
+            cached.pins -= 1
 
     def remove(self, key: Hashable) -> None:
         """Remove a value. Raises KeyError if the key has no value."""
@@ -296,14 +296,14 @@ class PooledCache(Structure):
     def _swap(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
         """Swap a value with the oldest local value of the same size, which needs no free memory."""
         local, bytes = self._tiers[0], lower.values[key].view.nbytes
-        for other, held in local.values.items():
-            if held.pins or held.view.nbytes != bytes:
+        for other, cached in local.values.items():
+            if cached.pins or cached.view.nbytes != bytes:
                 continue
-            kept = held.view.clone()
+            copy = cached.view.clone()
             local.drop(other)
             lower.drop(key)
             local.store(key, data)  # each value fits into the memory that the other one freed
-            lower.store(other, kept)
+            lower.store(other, copy)
             self._counts["promoted"] += 1
             self._counts["spilled"] += 1
             return

@@ -8,7 +8,7 @@ from tutti.comm.symmetric.heap import Heap
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_END = 1 << 63  # in `filled`: the producer has finished; in `emptied`: the consumer has cancelled
+_END = 1 << 63  # set in `filled` by finish() of the producer, in `emptied` by cancel()
 
 
 class EndOfStream(Exception):
@@ -138,7 +138,7 @@ class RingBuffer(Structure):
     # ---- The consumer's end ----
 
     def next(self, timeout: float | None = None) -> "SlotBlock":
-        """`with ring.next() as item:` gives the oldest slot as a view, freed at the block's end.
+        """`with ring.next() as item:` gives a view of the oldest slot; the block's end frees it.
 
         Raises EndOfStream when the producer has finished. If the block raises an error, the slot
         is not freed.

@@ -317,7 +317,7 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
     for finding in bench.findings:
         reference = f"{three_digits(finding.against_gbs)} ({finding.against})"
         speeds = f"{three_digits(finding.gbs)} GB/s compared with {reference}"
-        yield f"# {finding.verdict}: {finding.what} has {speeds}"
+        yield f"# {finding.verdict}: {finding.what}: {speeds}"
         for cause in finding.causes:
             yield f"#   {cause if cause.startswith('observed') else 'possible cause: ' + cause}"
     if bench.pairs and not bench.findings:

@@ -34,7 +34,7 @@ class CollectiveCase:
     operation: Operation
     count: int
     dtype: torch.dtype
-    placement: str  # in or out
+    placement: str  # "in" (place) or "out" (of place)
     rank: int
     ranks: int
 

@@ -40,7 +40,7 @@ _MICROBATCHES = 4
 
 
 def data_parallel(setting: Setting) -> Pair:
-    """DataParallel, in which rank 0 uses all GPUs, or DDP, in which each rank uses one GPU."""
+    """Compare DataParallel (rank 0 uses all GPUs) with DDP (each rank uses one GPU)."""
     world = setting.world
     gpus = torch.cuda.device_count() if setting.on_gpu else 0
     enough = world.size > 1 and world.nodes == 1 and gpus >= world.size and not world.sharing_note
@@ -66,7 +66,7 @@ def data_parallel(setting: Setting) -> Pair:
 
 
 def overlap(setting: Setting) -> Pair:
-    """All-reduce the same buckets in the same order, either after backward or during backward."""
+    """Compare all-reduces of the same buckets after backward with all-reduces during backward."""
     size = _size(setting, "many layers")
     bucket_mb = size.width**2 * 4 / 2**20  # one bucket per layer
     after, during = (_ddp(size, setting, bucket_mb=bucket_mb) for _ in range(2))
@@ -76,7 +76,7 @@ def overlap(setting: Setting) -> Pair:
 
 
 def buckets(setting: Setting) -> Pair:
-    """One bucket, all-reduced after backward, or smaller buckets, each with its own fixed cost."""
+    """Compare one bucket, reduced after backward, with buckets that each have a fixed cost."""
     size = _size(setting, "large")
     batch = [_inputs(size, setting)]
     one = _ddp(size, setting, bucket_mb=_ONE_BUCKET)
@@ -89,7 +89,7 @@ def buckets(setting: Setting) -> Pair:
 
 
 def shm(setting: Setting) -> Pair:
-    """The same DDP step on a gloo group and on an shm group."""
+    """Compare the same DDP step on a gloo group and on an shm group."""
     setting.need(not setting.on_gpu, "gloo and shm are compared on CPU tensors: use --device cpu")
     size = _size(setting, "small")
     groups = [process_group(name)[0] for name in ("gloo", "shm")]
@@ -104,7 +104,7 @@ def shm(setting: Setting) -> Pair:
 
 
 def accumulation(setting: Setting) -> Pair:
-    """The same samples, with gradients all-reduced after each microbatch or once per step."""
+    """Compare gradients that are all-reduced after each microbatch and once per step."""
     size = _size(setting, "small")
     whole = _inputs(replace(size, batch=size.batch * _MICROBATCHES), setting)
     microbatches = [chunk.clone() for chunk in whole.chunk(_MICROBATCHES)]
@@ -116,7 +116,7 @@ def accumulation(setting: Setting) -> Pair:
 
 
 def bf16_gradients(setting: Setting) -> Pair:
-    """float32 gradients, or half the bytes with gradients rounded to 8 significant bits."""
+    """Compare float32 gradients with half the bytes: gradients rounded to 8 significant bits."""
     size = _size(setting, "large")
     full, rounded = (_ddp(size, setting) for _ in range(2))
     rounded.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
@@ -232,7 +232,7 @@ def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) ->
 
 
 def _reduce_after_backward(pending: list[tuple[Tensor, Future]], bucket: dist.GradBucket) -> Future:
-    """All-reduce the buckets in their order, but only after backward has filled the last bucket."""
+    """Return a future that is completed after backward, when all buckets are reduced in order."""
     device = bucket.buffer().device
     # On a GPU the future needs the device, so that DDP waits for the right stream.
     future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
@@ -253,7 +253,7 @@ def _complete(promised: Future, reduced: "torch.futures.Future[list[Tensor]]") -
 
 
 def grouped(setting: Setting) -> Pair:
-    """Single messages, or all messages in one comm.group(), with one fixed cost instead of many."""
+    """Compare single messages with one comm.group() of all messages, which has one fixed cost."""
     count, elements = setting.pick(64, 8), 256
     generator = torch.Generator().manual_seed(setting.world.rank)
     sent = torch.randint(1, 9, (count, elements), generator=generator).float().to(setting.device)
@@ -273,7 +273,7 @@ def grouped(setting: Setting) -> Pair:
 
 
 def from_scratch(setting: Setting) -> Pair:
-    """One all-reduce per gradient, as in parallel/teaching.py, or one for all gradients."""
+    """Compare one all-reduce per gradient, as in parallel/teaching.py, with one for all."""
     depth = setting.pick(28, 10)
     with torch.device("meta"):
         model = WideResNet(WideResNetConfig(depth=depth, width=1))
@@ -299,7 +299,7 @@ def from_scratch(setting: Setting) -> Pair:
 
 
 def symmetric(setting: Setting) -> Pair:
-    """Send and receive, which synchronize both ranks, or one write and one signal to the peer."""
+    """Compare send and receive, which synchronize both ranks, with a write and a signal."""
     world = setting.world
     setting.need(world.size > 1, "a message needs a peer: use --ranks 2")
     setting.need(world.nodes == 1, "symmetric memory spans one host only")
@@ -326,7 +326,7 @@ def symmetric(setting: Setting) -> Pair:
 
 
 def _one_shot_all_reduce(setting: Setting) -> Pair:
-    """The pair on GPUs: dist.all_reduce, or a kernel that reads the memory of the other ranks."""
+    """Compare dist.all_reduce with a kernel that reads the memory of the other ranks, on GPUs."""
     elements = 4096
     heap = Heap(bytes=1 << 20, device=setting.device)
     shared = heap.empty(elements, dtype=torch.float32)

@@ -28,7 +28,8 @@ _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 
 
 def pinned(setting: Setting) -> Pair:
-    """The GPU reads pinned memory directly; pageable memory is first copied to a pinned buffer."""
+    """Compare copies from pageable memory, which is first copied to a pinned buffer, with copies
+    from pinned memory, which the GPU reads directly."""
     setting.need(setting.on_gpu, "copies to a GPU need a GPU: use --device cuda")
     pageable = _host_tensor(setting)
     pinned = pageable.pin_memory()
@@ -41,7 +42,7 @@ def pinned(setting: Setting) -> Pair:
 
 
 def unified(setting: Setting) -> Pair:
-    """The same work on the GPU, with explicit copies or with pages that migrate on access."""
+    """Compare explicit copies with pages that migrate on access, for the same work on the GPU."""
     setting.need(setting.on_gpu, "unified memory needs a GPU: use --device cuda")
     data = _host_tensor(setting)
 
@@ -56,7 +57,7 @@ def unified(setting: Setting) -> Pair:
 
 
 def placement(setting: Setting) -> Pair:
-    """The cost of memory on a remote NUMA node."""
+    """Compare memory on the near NUMA node with memory on a remote node."""
     nodes = {node: cpus for node, cpus in numa_nodes().items() if _can_run_on(cpus)}
     setting.need(len(nodes) > 1, "placement needs two NUMA nodes with CPUs of this process")
     # Ranks are bound to CPUs near their device, so the node with most of these CPUs is near.

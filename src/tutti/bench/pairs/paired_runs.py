@@ -88,7 +88,8 @@ class PairedRuns:
             pair.close()
 
     def _compare_results(self, pair: Pair) -> str:
-        """Call both sides once, and return how their results differ. All ranks return the same."""
+        """Call both sides once, and return how their results differ, with the same text on all
+        ranks."""
         results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
         error = self.control.max_over_ranks([difference(*results)])[0]
         if error == 0:

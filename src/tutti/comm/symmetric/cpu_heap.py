@@ -86,7 +86,7 @@ class CpuMemory:
         self._put = core_holding_gil.tutti_put
         self._put_signal = core_holding_gil.tutti_put_signal
         self._put_large, self._put_signal_large = core.tutti_put, core.tutti_put_signal
-        self._arrivals = [0] * _PAGE  # by the offset of the barrier's line
+        self._arrivals = [0] * _PAGE  # barrier counts, indexed by the offset of the barrier's line
         self._exchanges = 0
         self._broken: str | None = None
         self.collectives = CpuCollectives(self)
@@ -296,6 +296,7 @@ def _open_segments(
     rendezvous: HeapRendezvous, core: Any, segment_bytes: int, bytes: int, signals: int
 ) -> list[Any]:
     """Return the segments of all ranks, in rank order. All ranks raise the same error.
+
     Two ranks share a host if one can open the other's segment and reads from it the random number
     that the other wrote.
     """

@@ -63,7 +63,7 @@ class Heap:
         self.device, self.backend, self.reason = memory.device, memory.backend, memory.reason
         self.closed = False
         self._allocator = Allocator(bytes, memory.alignment)
-        self._objects: dict[int, HeapObject] = {}  # by offset
+        self._objects: dict[int, HeapObject] = {}  # offset → tensor or counters
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -306,6 +306,7 @@ class Heap:
 
 def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
     """Return whether each backend of a device can be used here, and why: {"shm": (True, "…")}.
+
     The backend for cpu is shm; the backends for cuda are cuda and nvshmem. `Heap` checks whether
     ranks share a host or a GPU.
     """

@@ -126,6 +126,7 @@ def check_reduction(dtype: torch.dtype, op: str) -> None:
 
 def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
     """Return (first, end) of each rank's part of `count` elements.
+
     Parts begin at multiples of a cache line (64 bytes).
     """
     per_line = 64 // itemsize

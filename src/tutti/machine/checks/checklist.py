@@ -56,9 +56,9 @@ def collect_from_ranks(
     all_reduce: Callable[[], str] | None,
     progress: Callable[[str], None],
 ) -> Cluster:
-    """Observe all ranks and test the connections between their hosts. All ranks must call this.
+    """Observe all ranks, and test the connections between their hosts. All ranks must call this.
 
-    Every rank gets the same result. `machine` is this rank's own observation, and `gpus` contains
+    All ranks return the same result. `machine` is this rank's own observation, and `gpus` contains
     the UUID of the GPU that each rank would use. `all_reduce` runs a collective over all ranks and
     returns its error ("" if the result was exact). If `all_reduce` is None, nothing is measured.
     """

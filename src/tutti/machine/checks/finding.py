@@ -1,4 +1,5 @@
 """Check and Finding: a check examines hosts and yields findings; report() formats them as text.
+
 A check is a generator of findings. A check without findings has found no problem. A check that
 cannot be decided on this machine raises `Skip(reason)`, for example because a value is unknown.
 """
