@@ -13,7 +13,7 @@ import pytest
 from hosts import hosts_missing, two_hosts
 from tutti.cli import run
 from tutti.cli.topo import topology_lines
-from tutti.machine.device_topology import PciPlace, Topology, pci_class
+from tutti.machine.device_topology import PciLocation, Topology, pci_class
 from tutti.machine.recording import read_machines
 from tutti.machine.topology_svg import draw
 from worlds import TUTTI, clean_environment, run_command
@@ -57,24 +57,24 @@ OTHER_ROOT = ("pci0000:97", "0000:97:01.0", "0000:98:00.0")
 @pytest.mark.parametrize(
     ("a", "b", "nodes", "link_class"),
     [
-        (PciPlace(ONE, 0), PciPlace(TWO, 0), 2, "PIX"),
+        (PciLocation(ONE, 0), PciLocation(TWO, 0), 2, "PIX"),
         (
-            PciPlace(ONE, 0),
-            PciPlace((*ONE[:-1], "0000:18:00.1"), 0),
+            PciLocation(ONE, 0),
+            PciLocation((*ONE[:-1], "0000:18:00.1"), 0),
             2,
             "PIX",
         ),  # two ports of a card
-        (PciPlace(ONE, 0), PciPlace(DEEPER, 0), 2, "PXB"),
-        (PciPlace(ONE, 0), PciPlace(OTHER_PORT, 0), 2, "PHB"),
-        (PciPlace(ONE, 0), PciPlace(OTHER_ROOT, 0), 2, "NODE"),
-        (PciPlace(ONE, 0), PciPlace(OTHER_ROOT, 1), 2, "SYS"),
-        (PciPlace(ONE, None), PciPlace(OTHER_ROOT, None), 1, "NODE"),  # a single node
-        (PciPlace(ONE, None), PciPlace(OTHER_ROOT, 1), 2, "?"),
-        (PciPlace((), 0), PciPlace(OTHER_ROOT, 0), 2, "?"),
+        (PciLocation(ONE, 0), PciLocation(DEEPER, 0), 2, "PXB"),
+        (PciLocation(ONE, 0), PciLocation(OTHER_PORT, 0), 2, "PHB"),
+        (PciLocation(ONE, 0), PciLocation(OTHER_ROOT, 0), 2, "NODE"),
+        (PciLocation(ONE, 0), PciLocation(OTHER_ROOT, 1), 2, "SYS"),
+        (PciLocation(ONE, None), PciLocation(OTHER_ROOT, None), 1, "NODE"),  # a single node
+        (PciLocation(ONE, None), PciLocation(OTHER_ROOT, 1), 2, "?"),
+        (PciLocation((), 0), PciLocation(OTHER_ROOT, 0), 2, "?"),
     ],
 )
 def test_the_class_of_two_devices_follows_from_their_pci_paths(
-    a: PciPlace, b: PciPlace, nodes: int, link_class: str
+    a: PciLocation, b: PciLocation, nodes: int, link_class: str
 ) -> None:
     assert pci_class(a, b, nodes)[0] == link_class
     assert pci_class(b, a, nodes)[0] == link_class

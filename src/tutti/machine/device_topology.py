@@ -52,22 +52,24 @@ class Link:
     reason: str
 
 
-class PciPlace(NamedTuple):
+class PciLocation(NamedTuple):
     """A device's path from the PCI root complex (() if unknown) and its NUMA node."""
 
     path: tuple[str, ...]
     numa_node: int | None
 
 
-def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
+def pci_location(machine: Machine, device: "Accelerator | Interface") -> PciLocation:
     """Return the PCI path and NUMA node of a device."""
-    on_bus = machine.pci_device(device.pci_address)
-    if on_bus is None:
-        return PciPlace((), device.numa_node)
-    return PciPlace(on_bus.path, on_bus.numa_node if device.numa_node is None else device.numa_node)
+    pci_device = machine.pci_device(device.pci_address)
+    if pci_device is None:
+        return PciLocation((), device.numa_node)
+    return PciLocation(
+        pci_device.path, pci_device.numa_node if device.numa_node is None else device.numa_node
+    )
 
 
-def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
+def pci_class(a: PciLocation, b: PciLocation, numa_nodes: int) -> tuple[str, str]:
     """Return the class of the PCIe path between two devices, and the reason for the class.
 
     A path lists the root complex, a root port, the upstream port and a downstream port of each
@@ -185,15 +187,15 @@ class Topology:
         by_device: dict[str, list[RdmaPort]] = {}
         for port in self.machine.rdma:
             by_device.setdefault(port.device, []).append(port)
-        plain = [nic.name for nic in nics.values() if nic.kind == "physical" and not nic.rdma]
-        names = [*sorted(by_device, key=_natural_order), *sorted(plain, key=_natural_order)]
+        physical = [nic.name for nic in nics.values() if nic.kind == "physical" and not nic.rdma]
+        names = [*sorted(by_device, key=_natural_order), *sorted(physical, key=_natural_order)]
         found = []
         for number, name in enumerate(names):
             ports = tuple(by_device.get(name, ()))
             device = ports[0] if ports else nics[name]
             netdev = nics.get(ports[0].netdev or "") if ports else nics[name]
-            place = (device.pci_address, device.numa_node)
-            found.append(Interface(f"NIC{number}", name, netdev, ports, *place))
+            location = (device.pci_address, device.numa_node)
+            found.append(Interface(f"NIC{number}", name, netdev, ports, *location))
         return tuple(found)
 
     @cached_property
@@ -209,20 +211,20 @@ class Topology:
 
     def _link(self, a: str, b: str) -> Link:
         one, other = self.devices[a], self.devices[b]
-        places = (pci_place(self.machine, one), pci_place(self.machine, other))
-        over_pci, reason = pci_class(*places, len(self.machine.numa))
+        locations = (pci_location(self.machine, one), pci_location(self.machine, other))
+        pcie_class, reason = pci_class(*locations, len(self.machine.numa))
         count, speed = 0, None
         if isinstance(one, Accelerator) and isinstance(other, Accelerator):
             indices = (one.index, other.index)
             access = next((p for p in self.machine.peers if (p.src, p.dst) == indices), None)
-            if over_pci == "?" and access is not None and access.driver_class is not None:
-                over_pci = access.driver_class
-                reason = f"{reason}; the driver reports {over_pci}"
+            if pcie_class == "?" and access is not None and access.driver_class is not None:
+                pcie_class = access.driver_class
+                reason = f"{reason}; the driver reports {pcie_class}"
             count, speed, path = _nvlinks_between(one, other)
             if count:
-                reason = f"{path}; PCIe path {over_pci}: {reason}"
-        link_class = f"NV{count}" if count else over_pci
-        return Link(a, b, link_class, over_pci, count, speed, reason)
+                reason = f"{path}; PCIe path {pcie_class}: {reason}"
+        link_class = f"NV{count}" if count else pcie_class
+        return Link(a, b, link_class, pcie_class, count, speed, reason)
 
     @cached_property
     def _classes(self) -> dict[frozenset[str], str]:

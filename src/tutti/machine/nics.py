@@ -95,7 +95,7 @@ def read_nics(files: SysFiles) -> tuple[Nic, ...]:
     nics = []
     for number, name in enumerate(names):
         directory, field = f"{_NET}/{name}", f"nics[{number}]"
-        pci_address, numa_node = _read_place(files, f"{directory}/device", name, field)
+        pci_address, numa_node = _read_pci_location(files, f"{directory}/device", name, field)
         rdma = files.names(f"{directory}/device/infiniband")
         # Reading `carrier` fails if the interface is down.
         carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
@@ -141,7 +141,9 @@ def _kind(files: SysFiles, name: str) -> NicKind:
     return "physical" if files.exists(f"{directory}/device") else "virtual"
 
 
-def _read_place(files: SysFiles, link: str, name: str, field: str) -> tuple[str | None, int | None]:
+def _read_pci_location(
+    files: SysFiles, link: str, name: str, field: str
+) -> tuple[str | None, int | None]:
     """Return (PCI address, NUMA node) of the hardware device that a symbolic link points to."""
     device = files.target(link)
     if device is None:
@@ -201,7 +203,7 @@ def read_rdma(files: SysFiles) -> tuple[RdmaPort, ...]:
 
 def _read_port(files: SysFiles, name: str, port: str, field: str) -> RdmaPort:
     directory = f"{_RDMA}/{name}/ports/{port}"
-    pci_address, numa_node = _read_place(files, f"{_RDMA}/{name}/device", name, field)
+    pci_address, numa_node = _read_pci_location(files, f"{_RDMA}/{name}/device", name, field)
     rate = files.text(f"{directory}/rate", f"{field}.rate")
     if rate is None:
         files.unknown[f"{field}.rate_gbps"] = files.unknown[f"{field}.rate"]

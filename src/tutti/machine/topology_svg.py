@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 from xml.sax.saxutils import escape
 
-from tutti.machine.device_topology import Interface, Topology, pci_place
+from tutti.machine.device_topology import Interface, Topology, pci_location
 from tutti.machine.gpus import Accelerator
 
 # Sizes in pixels. A slot is the width of a device's box plus the space around it.
@@ -74,7 +74,7 @@ class _Panel:
         self.topology = topology
         self.nodes = {node.id: node for node in topology.machine.numa}
         self.columns: list[tuple[int | None, list[_SwitchGroup]]] = []
-        self.empty: list[int] = []
+        self.nodes_without_devices: list[int] = []
         for node in (*self.nodes, None):
             # If there is a single node, devices whose NUMA node is unknown are drawn in that node.
             single = len(self.nodes) == 1
@@ -85,7 +85,7 @@ class _Panel:
             if groups or drawn_if_empty:
                 self.columns.append((node, groups))
             elif node is not None:
-                self.empty.append(node)
+                self.nodes_without_devices.append(node)
         self.centers: dict[int, float] = {}  # x of the centre of each GPU's box
         widths = [self._node_width(groups) for _, groups in self.columns]
         self.width = max(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1), 640)
@@ -104,13 +104,13 @@ class _Panel:
         if self.pairs:  # the deepest arc connects the first GPU and the last GPU
             wires_height = 22 * len(topology.gpus)
         self.wires_bottom = self.node_bottom + wires_height
-        self.height = self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN
+        self.height = self.wires_bottom + 30 + 16 * bool(self.nodes_without_devices) + _MARGIN
 
     def _switch_groups(self, numa_nodes: set[int | None]) -> list[_SwitchGroup]:
         """Return the devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
         topology = self.topology
         paths = {
-            name: pci_place(topology.machine, device).path
+            name: pci_location(topology.machine, device).path
             for name, device in topology.devices.items()
             if device.numa_node in numa_nodes
         }
@@ -149,8 +149,8 @@ class _Panel:
             yield from self._draw_nvswitches()
         yield from self._draw_pairs()
         y = self.wires_bottom + 24
-        if self.empty:
-            nodes = ", ".join(map(str, self.empty))
+        if self.nodes_without_devices:
+            nodes = ", ".join(map(str, self.nodes_without_devices))
             yield _text(_MARGIN, y, f"NUMA {nodes}: CPUs and memory, no GPU or NIC", "soft")
             y += 16
         legend = "dashed: PCIe root complex; grey: PCIe switch (PIX); number between nodes:"

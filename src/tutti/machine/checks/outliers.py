@@ -208,7 +208,7 @@ def _by_kind(rates: Sequence[MeasuredRate]) -> dict[str, list[MeasuredRate]]:
     return kinds
 
 
-def _slow(
+def _slow_finding(
     scope: str, value: float, usual: float, observed: str, expected: str, host: str = ""
 ) -> Finding:
     """Return a finding about a slow device or link. Below half of the usual speed, it fails."""
@@ -236,7 +236,7 @@ def _compare_rates(
             elif rate.name in slow:
                 observed = f"{rate.value / scale:.3g} {unit} ({kind})"
                 expected = f"about {usual / scale:.3g} {unit}, the median of {len(same)}"
-                yield _slow(rate.name, rate.value, usual, observed, expected, host)
+                yield _slow_finding(rate.name, rate.value, usual, observed, expected, host)
         low, high = min(values.values()) / scale, max(values.values()) / scale
         span = f"{low:.3g}" if len(same) == 1 else f"{low:.3g} to {high:.3g}"
         yield passed(f"{span} {unit} ({kind}, {len(same)} measured)", "world")
@@ -271,14 +271,18 @@ def link_rates(cluster: Cluster) -> Findings:
         reported |= {frozenset(rate.name.split("-")) for rate in host_rates}
         observed = f"every link of this host is slow, down to {format_rate(low)}"
         expected = f"about {format_rate(usual)}, as between other hosts"
-        yield _slow("machine", low, usual, observed, expected, cluster.machines[host].host)
+        yield _slow_finding("machine", low, usual, observed, expected, cluster.machines[host].host)
     # List outliers first, by rate, then links that are slow compared with their interfaces.
     for rate in sorted(rates, key=lambda rate: (rate.name not in slow, rate.value)):
         src, dst = rate.name.split("-")
         pair = frozenset((src, dst))
-        least = _least_rate(cluster, host_of[src], host_of[dst]) if rate.kind == "network" else 0.0
+        min_rate = (
+            _min_acceptable_rate(cluster, host_of[src], host_of[dst])
+            if rate.kind == "network"
+            else 0.0
+        )
         is_outlier = rate.name in slow
-        if pair in reported or not (is_outlier or rate.value < least):
+        if pair in reported or not (is_outlier or rate.value < min_rate):
             continue
         reported.add(pair)  # a slow link is reported once, not for both directions
         scope = f"link:{'-'.join(sorted(pair, key=int))}"
@@ -287,9 +291,9 @@ def link_rates(cluster: Cluster) -> Findings:
         observed = f"rank {src} to rank {dst} ({hosts}): {format_rate(rate.value)}"
         if is_outlier:
             usual = median(same.value for same in rates if same.kind == rate.kind)
-            yield _slow(scope, rate.value, usual, observed, f"about {format_rate(usual)}")
+            yield _slow_finding(scope, rate.value, usual, observed, f"about {format_rate(usual)}")
         else:
-            expected = f"at least {format_rate(least)}, a tenth of the interface's speed"
+            expected = f"at least {format_rate(min_rate)}, a tenth of the interface's speed"
             yield fail(scope, observed, expected)
     for kind, same in _by_kind(rates).items():
         values = [rate.value for rate in same]
@@ -297,7 +301,7 @@ def link_rates(cluster: Cluster) -> Findings:
         yield passed(f"{span} over {kind}, {len(same)} measured", "world")
 
 
-def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
+def _min_acceptable_rate(cluster: Cluster, src: int, dst: int) -> float:
     """Return the lowest acceptable rate between two hosts in bytes per second.
 
     It is a tenth of the slower interface's speed, but at most 100 MB/s, or 0 if a speed is unknown.
@@ -330,7 +334,7 @@ def gpu_copies(cluster: Cluster) -> Findings:
         for scope in slow_outliers(speeds):
             usual, speed = median(speeds.values()), speeds[scope]
             observed, expected = f"{speed:.3g} GB/s", f"about {usual:.3g} GB/s"
-            yield _slow(scope, speed, usual, observed, expected, machine.host)
+            yield _slow_finding(scope, speed, usual, observed, expected, machine.host)
 
 
 @cluster_check("active.collective")
