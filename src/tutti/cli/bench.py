@@ -51,7 +51,6 @@ kinds:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     if arguments[:1] in (["-h"], ["--help"]):
         rows = "\n".join(f"  {name:<12} {description}" for name, description in _KINDS.items())
         print(_USAGE.format(kinds=rows))

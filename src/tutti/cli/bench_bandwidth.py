@@ -46,7 +46,6 @@ class Bandwidth(bench.ExpectFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     options = bench.parse_flags(Bandwidth, "bandwidth", arguments)
     _check(options)
     expectation = bench.expect_flag(options, "bandwidth")

@@ -63,7 +63,6 @@ class Collectives(bench.ExpectFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     options = bench.parse_flags(Collectives, "collectives", arguments)
     ops, sizes, backends = _check(options)
     expectation = bench.expect_flag(options, "collectives")

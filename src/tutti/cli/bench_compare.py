@@ -42,7 +42,6 @@ class Compare:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     options = parse(Compare, "tutti bench compare", arguments)
     if not 0 <= options.tolerance < 1:
         raise UsageError(f"--tolerance must be at least 0 and below 1, got {options.tolerance}")

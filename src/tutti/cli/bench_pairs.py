@@ -50,7 +50,6 @@ class Pairs(bench.ExpectFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     options = bench.parse_flags(Pairs, "pairs", arguments)
     entries = select_pairs([] if options.only is None else options.only.split(","), options.file)
     if options.list:

@@ -32,7 +32,6 @@ class Symmetric(bench.RankFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     options = bench.parse_flags(Symmetric, "symmetric", arguments)
     sizes = bench.sizes_flag(options.sizes)
     if bench.is_rank():

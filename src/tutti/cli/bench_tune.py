@@ -33,7 +33,6 @@ class Tune(bench.RankFlags):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, and return its exit code."""
     options = bench.parse_flags(Tune, "tune", arguments)
     sizes = bench.sizes_flag(options.sizes)
     if not bench.is_rank():

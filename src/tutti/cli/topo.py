@@ -47,7 +47,6 @@ class Topo:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
     options = parse(Topo, "tutti topo", arguments)
     for flag in ("json", "svg", "record"):
         check_writable(f"--{flag}", getattr(options, flag))

@@ -97,7 +97,6 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def read_limits(files: SysFiles) -> Limits:
-    """Return the limits of this process."""
     shm, shm_free = None, None
     try:
         stat = os.statvfs(files.root / "dev/shm")
@@ -226,7 +225,6 @@ def read_cpus(files: SysFiles) -> Cpus:
 
 
 def read_cpu_model(files: SysFiles) -> str | None:
-    """Return the model name in /proc/cpuinfo."""
     return files.search(r"^(?:model name|Model)[^:\n]*:(.*)$", "/proc/cpuinfo", "cpus.model")
 
 

@@ -21,7 +21,7 @@ class AcceleratorSpec:
 
     name: str  # a part of the name that the driver reports
     source: str
-    bf16: float  # also fp16
+    bf16: float  # the peak of bf16 and of fp16
     fp32: float
     tf32: float | None = None
     memory_tbs: float | None = None

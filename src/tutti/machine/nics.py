@@ -171,7 +171,7 @@ def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
             found.setdefault(name, set()).add("ipv4")
     for line in (files.text("/proc/net/if_inet6") or "").splitlines():
         _, _, _, scope, _, name = line.split()
-        if scope != "20":  # link-local
+        if scope != "20":  # 20 means link-local
             found.setdefault(name, set()).add("ipv6")
     return found
 

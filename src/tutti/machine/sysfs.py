@@ -64,7 +64,6 @@ class SysFiles:
             return []
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or directory exists."""
         return self._local(path).exists()
 
     def target(self, path: str) -> str | None:

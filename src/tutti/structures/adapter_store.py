@@ -15,7 +15,7 @@ from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
 _COPY_ATTEMPTS = 100  # a copy is repeated if the slot's owner changes the slot during the copy
-_ALIGNMENT = 64  # bytes: tensors begin at multiples of this
+_ALIGNMENT = 64  # tensors begin at multiples of this number of bytes
 _NAME_BYTES = 120
 _RECORD_BYTES = 192  # size of the record of a slot; 24 + _NAME_BYTES bytes are used
 _CELL_BYTES = 320  # size of the announcement: a cell (structures.h) that holds a name
@@ -28,7 +28,7 @@ class Slot:
     number: int
     tensors: dict[str, torch.Tensor]  # views of the slot's memory
     name: str = ""
-    version: int = 0  # 0: empty
+    version: int = 0  # 0 means that the slot is empty
     is_original: bool = False  # the adapter was put on this rank, so it is never evicted
     is_being_written: bool = False
     pins: int = 0
@@ -219,9 +219,8 @@ class AdapterStore(Structure):
         """
         if self.closed:
             self._check_open()
-        announcement = (
-            int(self._core_holding_gil.tutti_load(self._announcement)) >> native.VERSION_SHIFT
-        )
+        state = int(self._core_holding_gil.tutti_load(self._announcement))
+        announcement = state >> native.VERSION_SHIFT
         if announcement > self._last_followed:
             self._follow_announcement()
         if self._current is None:
@@ -426,11 +425,10 @@ class AdapterStore(Structure):
         """Record the adapter that a slot of this rank holds now; version 0 means an empty slot."""
         record, text = self._record(self.rank, slot), name.encode()
         words = (ctypes.c_uint64 * 2)(version, len(text))
-        self._core_holding_gil.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
-        self._core_holding_gil.tutti_slot_write(
-            record + 24, text.ljust(_NAME_BYTES, b"\0"), _NAME_BYTES
-        )
-        self._core_holding_gil.tutti_slot_end(record)
+        core = self._core_holding_gil
+        core.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
+        core.tutti_slot_write(record + 24, text.ljust(_NAME_BYTES, b"\0"), _NAME_BYTES)
+        core.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
         """Return the newest copy. Of equal versions, the copy on the nearest next rank is taken."""
@@ -452,9 +450,8 @@ class AdapterStore(Structure):
             record, sequence = self._record(rank, slot), self._sequence(rank, slot)
             if sequence == 0 or sequence % 2:
                 continue
-            if self._core_holding_gil.tutti_slot_copy(
-                target, record + 8, len(buffer), record, sequence
-            ):
+            copy = self._core_holding_gil.tutti_slot_copy
+            if copy(target, record + 8, len(buffer), record, sequence):
                 version, length = (ctypes.c_uint64 * 2).from_buffer(buffer)
                 if version and buffer.raw[16 : 16 + length].decode() == name:
                     yield SlotCopy(rank, slot, sequence, version)

@@ -11,7 +11,7 @@ from tutti.comm.symmetric.heap import Allocator, Heap
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-UNIT = 64  # bytes: values begin at multiples of this
+UNIT = 64  # values begin at multiples of this number of bytes
 
 
 @dataclass

@@ -35,7 +35,7 @@ Flow = tuple[int, int]
 RankLocation = dict[str, Any]
 Published = Callable[[Row], Figure | None]  # a function that returns the catalogue's figure
 
-VERDICTS = ("unknown", "good", "degraded", "bad")  # in ascending severity
+VERDICTS = ("unknown", "good", "degraded", "bad")  # in order of severity, lowest first
 # A figure below these fractions of its reference is "degraded" or "bad".
 DEGRADED, BAD = 0.8, 0.5
 _SLOW = ("degraded", "bad")

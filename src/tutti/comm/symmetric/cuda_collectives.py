@@ -45,7 +45,7 @@ class GraphedLaunch:
 
     def __call__(self) -> None:
         if torch.cuda.is_current_stream_capturing():
-            self._launch()  # as a part of the caller's graph
+            self._launch()  # becomes a part of the caller's graph
         elif self._graph is not None:
             self._graph.replay()
         elif self._plain_calls < _CALLS_BEFORE_GRAPH:

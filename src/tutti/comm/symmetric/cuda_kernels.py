@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-WARPS = 1  # enough for one word
+WARPS = 1  # one warp is enough for one word
 
 # Without do_not_specialize, some new values of a number would compile the kernel again.
 

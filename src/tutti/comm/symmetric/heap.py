@@ -353,7 +353,7 @@ class Allocator:
         self.bytes = bytes
         self.alignment = alignment
         self.taken: dict[int, int] = {}  # offset → bytes
-        self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), by offset, never adjacent
+        self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), sorted, never adjacent
 
     def rounded(self, bytes: int) -> int:
         """Return the size of an allocation. It is never 0, so that offsets differ."""

@@ -166,10 +166,8 @@ def read_gpus(machine: Machine, path: str) -> list[tuple[Accelerator, Any]]:
     read = attrgetter(path)
     found = [(gpu, read(gpu)) for gpu in require_gpus(machine) if read(gpu) is not None]
     if not found:
-        raise Skip(
-            machine.reason_unknown(f"accelerators[0].{path}")
-            or f"the driver does not report {path}"
-        )
+        reason = machine.reason_unknown(f"accelerators[0].{path}")
+        raise Skip(reason or f"the driver does not report {path}")
     return found
 
 

@@ -129,13 +129,11 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
         if gpu.cpus
     }
     if not local_cpus:
-        raise Skip(
-            machine.reason_unknown("accelerators[0].cpus")
-            or "the CPUs of the GPUs' nodes are unknown"
-        )
+        reason = machine.reason_unknown("accelerators[0].cpus")
+        raise Skip(reason or "the CPUs of the GPUs' nodes are unknown")
     if len(machine.numa) < 2:
         raise Skip("one NUMA node")
-    placements = [  # (scope, the CPUs of the rank, GPU and the CPUs of its NUMA node)
+    placements = [  # (scope, CPUs of the rank, (GPU, CPUs of its NUMA node))
         (f"rank:{rank.rank}", rank.machine.cpus.allowed, local_cpus[_bare_uuid(rank.gpu)])
         for rank in cluster.ranks
         if rank.host == host and _bare_uuid(rank.gpu) in local_cpus

@@ -201,9 +201,8 @@ _FIRST_NCCL_WITH_RAS = (2, 24)
 def _version(machine: Machine, name: str) -> str:
     text = machine.versions.get(name, "")
     if not parse_version(text):
-        raise Skip(
-            machine.reason_unknown(f"versions.{name}") or f"the version of {name} is unknown"
-        )
+        reason = machine.reason_unknown(f"versions.{name}")
+        raise Skip(reason or f"the version of {name} is unknown")
     return text
 
 

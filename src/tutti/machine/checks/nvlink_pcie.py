@@ -111,9 +111,8 @@ def _pcie_links(machine: Machine, name: str) -> list[tuple[str, str, int, int]]:
             links.append((f"nic:{port.device}", device.address, device.link))
     if not any(link for _, _, link in links):
         require_gpus(machine)
-        raise Skip(
-            machine.reason_unknown("accelerators[0].pcie") or "the PCIe links of GPUs are unknown"
-        )
+        reason = machine.reason_unknown("accelerators[0].pcie")
+        raise Skip(reason or "the PCIe links of GPUs are unknown")
     return [
         (scope, address or "", value, maximum)
         for scope, address, link in links
@@ -125,9 +124,8 @@ def _pcie_links(machine: Machine, name: str) -> list[tuple[str, str, int, int]]:
 def pcie_width(machine: Machine) -> Findings:
     links = _pcie_links(machine, "width")
     if not links:
-        raise Skip(
-            machine.reason_unknown("accelerators[0].pcie.width") or "the PCIe widths are unknown"
-        )
+        reason = machine.reason_unknown("accelerators[0].pcie.width")
+        raise Skip(reason or "the PCIe widths are unknown")
     for scope, address, lanes, max_lanes in links:
         if lanes < max_lanes:
             command = f"sudo lspci -vv -s {address} | grep -i lnk"
