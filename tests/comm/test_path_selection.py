@@ -170,7 +170,7 @@ def test_an_invalid_row_is_refused(field: dict[str, Any]) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    with pytest.raises(UsageError, match="set XDG_CACHE_HOME to a directory"):
+    with pytest.raises(UsageError, match="Set XDG_CACHE_HOME to a directory"):
         path_selection.save(_table())
 
 

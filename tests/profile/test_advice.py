@@ -208,8 +208,8 @@ def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> No
     uneven = _only(_rows(tmp_path / "a", rank(200, 32), rank(600, 96)), "straggler")
     slow = _only(_rows(tmp_path / "b", rank(200, 32), rank(600, 32)), "straggler")
 
-    assert "split the batch evenly: rank 1 has 3.0 times the work" in uneven["try"]
-    assert "same work but slower" in slow["try"]
+    assert "Split the batch evenly: rank 1 has 3.0 times the work" in uneven["try"]
+    assert "the same work but is slower" in slow["try"]
     assert uneven["gain_s"] == pytest.approx(400e-6)
     assert uneven["remains_share"] == 0
 

@@ -111,12 +111,12 @@ def test_an_uneven_batch_is_found_and_an_even_batch_is_not_reported(
     assert _largest(uneven) == "wait"
     assert found is not None and found == uneven["advice"][0]
     assert "for rank 1" in found["finding"]
-    assert "split the batch evenly: rank 1 has 3.0 times the work" in found["try"]
+    assert "Split the batch evenly: rank 1 has 3.0 times the work" in found["try"]
     assert any("unevenly busy" in note for note in uneven["notes"])
 
     cost = {each["rank"]: each["cost_share"] for each in even["stragglers"]}
     assert cost.get(1, 0.0) < late["cost_share"]
-    assert not any("split the batch" in each["try"] for each in even["advice"])
+    assert not any("Split the batch" in each["try"] for each in even["advice"])
 
 
 @pytest.mark.measured

@@ -110,7 +110,7 @@ def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["slurm", "--nodes", "2"], "the command is missing. Add it after --"),
-        (["slrum", "--", "true"], "no cluster kind 'slrum'"),
+        (["slrum", "--", "true"], "got 'slrum'"),
         (["slurm", "--script", "/no/dir/x", "--", "true"], "/no/dir/x"),
         (["slurm", "--nodes", "0", "--dry-run", "--", "true"], "--nodes 0"),
         (["slurm", "--node", "2", "--", "true"], "did you mean --nodes?"),

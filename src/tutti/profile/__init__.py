@@ -11,7 +11,7 @@ from typing import Any
 
 class _CallableModule(ModuleType):
     def __call__(self, directory: str | PathLike[str], **options: Any) -> Any:
-        """Capture traces into a directory: see `Capture` for the options."""
+        """Return a Capture that writes traces into a directory. See `Capture` for the options."""
         from tutti.profile.capture import Capture
 
         return Capture(directory, **options)

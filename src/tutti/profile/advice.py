@@ -1,4 +1,4 @@
-"""Advice on what to try, and the time that it would save: one function for each kind of finding.
+"""Advice on what to try, and the time that it would save. Each kind of finding has one function.
 
 The texts are in advice.toml. Gains are computed from the trace with a formula that each function
 states. Gains do not add up: two changes that remove the same wait remove it only once. A gain that
@@ -19,11 +19,11 @@ from tutti.profile.rank_trace import RankTrace
 from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
-_LEAST_GAIN = 0.02  # share of the step; smaller gains are not listed
+_MIN_GAIN = 0.02  # share of the step. Smaller gains are not listed.
 _BUCKET_SIZES = (1, 2, 5, 10, 25, 50, 100, 200)  # MiB
 _MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
-_LARGEST_SCALAR = 1024  # bytes: an all-reduced loss is not a gradient
-_MEMORY_FULL = 0.9  # of the device's memory
+_LARGEST_SCALAR = 1024  # bytes. A smaller all-reduce is a loss, not a gradient.
+_MEMORY_FULL = 0.9  # share of the device's memory
 # Advice that shortens the all-reduces of gradients. The gain of gradient accumulation is computed
 # from the time of all-reduces that remains after this advice.
 _GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
@@ -51,11 +51,14 @@ class ProfiledRun:
         return fmean(step.seconds for step in self.steps)
 
     def part(self, name: str, rank: int | None = None) -> float:
-        """Return seconds of a part per step, of one rank or mean over ranks."""
+        """Return the seconds of a part per step, of one rank or as the mean over ranks."""
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
-        """Exposed seconds per step on a mesh axis; `bucket`: only (or without) DDP buckets."""
+        """Return the exposed seconds per step on a mesh axis.
+
+        `bucket` selects DDP buckets (True), other communication (False) or both (None).
+        """
         return sum(
             parts["exposed"] / len(self.steps)
             for step in self.steps
@@ -64,7 +67,7 @@ class ProfiledRun:
         )
 
     def device_memory(self) -> list[tuple[int, int]]:
-        """Bytes that are used, and bytes of the device, of each rank for which both are known."""
+        """Return (used bytes, total bytes) of the devices for which both are known."""
         pairs = [(trace.memory_bytes, trace.device_bytes) for trace in self.traces]
         return [(used, device) for used, device in pairs if used and device]
 
@@ -95,7 +98,7 @@ def advise(run: ProfiledRun) -> list[Advice]:
 
 
 def _is_worth_it(advice: Advice) -> bool:
-    return advice["gain_s"] is None or advice["gain_share"] > _LEAST_GAIN
+    return advice["gain_s"] is None or advice["gain_share"] > _MIN_GAIN
 
 
 def _gain(advice: Advice) -> float:
@@ -115,10 +118,10 @@ def _advice(
     gained: float = 0.0,
     **values: Any,
 ) -> Advice:
-    """Return one entry of `advice[]`; `values` are the values in the texts of advice.toml.
+    """Return one entry of `advice[]`. `values` are the values in the texts of advice.toml.
 
-    `remains`: seconds per step of the cause that remain; by default its seconds now minus `gain`.
-    `gained`: seconds per step that other advice saves first.
+    `remains` is the time per step of the cause that remains. By default, it is the present time
+    minus `gain`. `gained` is the time per step that other advice saves first.
     """
     texts = _TEXTS[name]
     now = run.part(texts["cause"])
@@ -141,7 +144,7 @@ def _advice(
 
 
 def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
-    """Return the fitted cost of a message, and words that limit a gain computed from that cost."""
+    """Return the fitted cost of a message, and a text that limits a gain computed from it."""
     cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
     if cost is None or cost.separated:
         return cost, ""
@@ -149,12 +152,12 @@ def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | 
 
 
 def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
-    """DDP buckets of another size; the gain is computed with BucketModel."""
+    """Yield advice on the size of DDP buckets. The gain is computed with BucketModel."""
     exposed = run.exposed("dp", bucket=True)
     all_reduces = run.collectives("all_reduce", "dp")
     buckets = [each for each in all_reduces if each.first.bucket_ready is not None]
-    # All-reduces that are not buckets run under other conditions: they are used for the fit only if
-    # there is a single bucket per step.
+    # All-reduces that are not buckets run under other conditions, so they are used for the fit only
+    # if there is a single bucket per step.
     one_bucket = len({each.first.bytes for each in buckets}) == 1 and len(buckets) <= run.step_count
     cost, bound = _message_cost(all_reduces if one_bucket else buckets)
     if cost is None or exposed <= 0:
@@ -163,14 +166,14 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     total = max(map(sum, model.sizes), default=0)
     if model.ratio is None or not total:  # the trace has no sizes
         return
-    # Bucket sizes above the first that holds all gradients change nothing: there is one bucket.
+    # Bucket sizes above the first that holds all gradients change nothing, as there is one bucket.
     enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), math.ceil(total / _MIB))
     sizes = [size for size in sorted({*_BUCKET_SIZES, enough}) if size <= enough]
     results = {size: model.with_bucket_size(size * _MIB) for size in sizes}
     gains = {size: model.recorded.added - result.added for size, result in results.items()}
     best = max(gains.values())
-    # Among equally good sizes choose the smallest: its transfers start first, and it needs the
-    # least memory.
+    # Among equally good sizes choose the smallest, because its transfers start first, and it needs
+    # the least memory.
     size = next(size for size in sizes if gains[size] >= best - 0.01 * run.step_s)
     count = round(fmean(map(len, model.sizes)))
     yield _advice(
@@ -188,7 +191,7 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _overlap(run: ProfiledRun) -> Iterator[Advice]:
-    """Gradients are reduced after backward; compute after the first gradient could hide them."""
+    """Yield advice if gradients are reduced after backward, although compute could hide this."""
     reduced_late, hideable = False, []
     for trace in run.traces:
         for step in trace.steps:
@@ -213,7 +216,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _grouping(run: ProfiledRun) -> Iterator[Advice]:
-    """Many small messages: sent as one message, only one latency α remains."""
+    """Yield advice if there are many small messages. As one message, they cost one latency α."""
     all_reduces = run.collectives("all_reduce", "dp")
     small = [each for each in all_reduces if each.first.bucket_ready is None]
     count = len(small) / run.step_count
@@ -226,7 +229,7 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _replicate(run: ProfiledRun) -> Iterator[Advice]:
-    """Sharding gathers twice and scatters once; replicas move only 2/3 of these bytes."""
+    """Yield advice to replicate. Sharding gathers twice and scatters once; replicas move 2/3."""
     exposed = run.exposed("shard")
     gathered = run.collectives("all_gather", "shard")
     if exposed <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
@@ -243,21 +246,21 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _shard(run: ProfiledRun) -> Iterator[Advice]:
-    """Replicas that nearly fill the memory: sharding frees memory, and moves more bytes."""
+    """Yield advice to shard if replicas nearly fill the memory. Sharding moves more bytes."""
     full = max((used / device for used, device in run.device_memory()), default=0)
     if full > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
         yield _advice(run, "sharding", None, used=_percent(full))
 
 
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
-    """k microbatches per step: gradients are reduced once for k times the samples."""
+    """Yield advice to use k microbatches: gradients are reduced once for k times the samples."""
     others = [_gain(advice) for advice in found if advice["id"] in _GRADIENT_ADVICE]
     gained = max(others, default=0.0)
     exposed = run.exposed("dp") - gained
     rest = run.step_s - gained - exposed
     if exposed <= 0:
         return
-    # The first k with which at most 5 % of the step is exposed.
+    # k is the first number with which at most 5 % of the step is exposed.
     k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
     gain = exposed * (1 - 1 / k)
@@ -267,11 +270,11 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]
 
 
 def _input(run: ProfiledRun) -> Iterator[Advice]:
-    """Data loading can be hidden behind the rest of the step by load / rest workers, at least 1."""
+    """Yield advice to hide data loading behind the rest of the step, with load / rest workers."""
     loads = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
     rank = max(loads, key=lambda each: loads[each])
     load = loads.pop(rank)
-    # The load time of this rank counts, not the mean: the other ranks wait for its data, too.
+    # The load time of this rank counts, not the mean, because the other ranks wait for it, too.
     rest = run.step_s - load
     waiter = f"rank {rank}" if loads and load >= 2 * fmean(loads.values()) else "a rank"
     workers = math.ceil(load / rest) if rest > 0 else 1
@@ -304,19 +307,22 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice]:
 
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
     if part != "compute":
-        return f"look at the Python code of rank {rank} between operators"
-    work = {trace.rank: trace.work / len(trace.steps) for trace in run.traces}
-    own = work.pop(rank)
-    others = fmean(work.values())
-    if others and own > 1.1 * others:
-        return f"split the batch evenly: rank {rank} has {own / others:.1f} times the work"
+        return f"Look at the Python code of rank {rank} between operators"
+    estimates = {trace.rank: trace.compute_estimate / len(trace.steps) for trace in run.traces}
+    estimate = estimates.pop(rank)
+    others = fmean(estimates.values())
+    if others and estimate > 1.1 * others:
+        return f"Split the batch evenly: rank {rank} has {estimate / others:.1f} times the work"
     if others:
-        return "same work but slower: check clock speed, CPU cores and other programs on its host"
-    return f"compare the batch and the device of rank {rank} with those of the other ranks"
+        return (
+            "It has the same work but is slower: check clock speed, CPU cores and other programs "
+            "on its host"
+        )
+    return f"Compare the batch and the device of rank {rank} with those of the other ranks"
 
 
 def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
-    """Equal work takes some ranks longer on shared CPUs; with own CPUs all could take the mean."""
+    """Yield advice to bind ranks to separate CPUs, with which all ranks could take the mean."""
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
         cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]
@@ -326,22 +332,22 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
             continue
         threads = sum(int(trace.capture_info.get("threads") or 0) for trace in traces)
         times = [run.part("compute", t.rank) + run.part("hidden", t.rank) for t in traces]
-        work = [trace.work / len(trace.steps) for trace in traces]
+        work = [trace.compute_estimate / len(trace.steps) for trace in traces]
         gain = max(times) - fmean(times)
-        uneven = min(work) > 0 and max(work) < 1.02 * min(work) and gain > _LEAST_GAIN * run.step_s
+        uneven = min(work) > 0 and max(work) < 1.02 * min(work) and gain > _MIN_GAIN * run.step_s
         if not uneven and threads <= len(cpus):
             continue
         cpus_per_rank = len(cpus) // len(traces)
         load = f"{len(traces)} ranks use {threads} threads"
         if uneven:
             load = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
-        cure = "bind each rank to its own CPUs (taskset; tutti run does so)"
+        cure = "Bind each rank to its own CPUs with taskset, as tutti run does"
         if not cpus_per_rank:
-            cure = f"start at most {len(cpus)} ranks on this host"
+            cure = f"Start at most {len(cpus)} ranks on this host"
         elif threads > len(cpus):
             cure += f", with {cpus_per_rank} threads (OMP_NUM_THREADS={cpus_per_rank})"
         if not uneven:
-            cure += "; the trace does not show the gain, because all ranks are slowed equally"
+            cure += ". The trace does not show the gain, because all ranks are slowed equally"
         known_gain = gain if uneven else None
         yield _advice(
             run, "binding", known_gain, load=load, cpus=len(cpus), host=host or "a host", cure=cure
@@ -349,7 +355,7 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
-    """The bubble of p stages is (p - 1) / m of the work: half with twice the m microbatches."""
+    """Yield advice on microbatches. The bubble of p stages is (p - 1) / m of the work."""
     bubble = run.part("bubble")
     receives = [
         sum(each.operation in ("recv", "send_recv") for each in trace.collectives_called_in(step))
@@ -358,7 +364,7 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
     ]
     if bubble <= 0 or not any(receives):
         return
-    # The last stage receives only activations: once for each microbatch.
+    # The last stage receives only activations, once for each microbatch.
     count = min(filter(None, receives))
     yield _advice(
         run, "microbatches", bubble / 2, count=count, es="es" * (count != 1), doubled=2 * count
@@ -366,6 +372,6 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
-    """An idle GPU: if the host launches fewer kernels, at most the whole idle time is saved."""
+    """Yield advice for an idle GPU. Launching fewer kernels saves at most the idle time."""
     if any(trace.on_device for trace in run.traces):
         yield _advice(run, "gaps", run.part("host_gap"))

@@ -1,7 +1,7 @@
-"""Capture: runs torch.profiler on this rank for a few steps and writes one trace file per rank.
+"""Capture runs torch.profiler on this rank for a few steps and writes one trace file per rank.
 
-This file imports only torch and the standard library: `tutti profile -- COMMAND` loads the file
-into programs whose environment may not have tutti.
+This file imports only torch and the standard library, because `tutti profile -- COMMAND` loads the
+file into programs whose environment may not have tutti.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 from torch.utils.data import dataloader
 
-_OTHER_PROFILER = "the program runs its own torch.profiler: remove that profiler"
+_OTHER_PROFILER = "the program runs its own torch.profiler. Remove that profiler."
 # How long a rank that has written its trace waits for the other traces before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
 # Flight recorder entries that are kept in a trace. The entry of a gloo collective has its group and
@@ -47,14 +47,13 @@ class Capture:
             train(batch)
             p.step()
 
-    `shapes`: record tensor shapes; None: only for programs that compute on CPUs, where message
-    sizes are otherwise unknown.
-    `tensorboard`: also copy the traces into this folder, named for TensorBoard's profile plugin.
-    `nvtx`: mark the steps for Nsight Systems instead of recording them; needs CUDA.
-    `batch`: samples per step of this rank; None: counted in the program's data loader.
-    `stop`: end the program when all ranks have written their traces.
-    `replace`: overwrite an existing trace. If a command trains more than once, False keeps the
-    first trace.
+    `shapes` records tensor shapes. None records them only for programs that compute on CPUs, where
+    message sizes are otherwise unknown. `tensorboard` is a folder into which the traces are also
+    copied, named for TensorBoard's profile plugin. `nvtx` marks the steps for Nsight Systems
+    instead of recording them, and needs CUDA. `batch` is the number of samples per step of this
+    rank. None counts the samples in the program's data loader. `stop` ends the program when all
+    ranks have written their traces. `replace` overwrites an existing trace. If a command trains
+    more than once, False keeps the first trace.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class Capture:
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(
-                f"wait and warmup must be at least 0 and active at least 1, got wait={wait}, "
-                f"warmup={warmup}, active={active}"
+                f"wait and warmup must be at least 0, and active must be at least 1, got "
+                f"wait={wait}, warmup={warmup}, active={active}"
             )
         if nvtx and not torch.cuda.is_available():
-            raise ValueError("nvtx=True needs CUDA, which is not available: remove nvtx")
+            raise ValueError("nvtx=True needs CUDA, which is not available. Remove nvtx.")
         # At its default log level Kineto prints to standard error when it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.directory = Path(directory)
@@ -87,17 +86,17 @@ class Capture:
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
-        self.path: Path | None = None  # the path of the trace, once written
+        self.path: Path | None = None  # the path of the trace after it was written
         self._profiler: torch.profiler.profile | _NvtxRanges | None = None
         self._steps = 0
         self._hooks = ExitStack()  # removes all hooks in torch when it is closed
         self._batch, self._batch_counter = batch, _BatchCounter(self._hooks)
         self._program_profilers = _ProgramProfilers(self)
         self._device: torch.device | None = None  # the GPU that the program uses
-        # Start and end of the steps during `wait`, without the profiler, and during `active`.
+        # (start, end) of the steps during `wait`, without the profiler, and during `active`.
         self._unrecorded: list[tuple[Any, Any]] = []
         self._recorded: list[tuple[Any, Any]] = []
-        self._step_start: Any = None  # None: the current step is not timed
+        self._step_start: Any = None  # None if the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def __enter__(self) -> "Capture":
@@ -129,7 +128,7 @@ class Capture:
                 self._end_program()
 
     def close(self) -> None:
-        """Stop the profiler, and write the recorded steps, if any. Safe to call again."""
+        """Stop the profiler and write the recorded steps, if any. Later calls do nothing."""
         self._hooks.close()
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -173,13 +172,13 @@ class Capture:
         if self._profiler is not None:
             needed = self.wait + self.warmup + self.active + 1
             _report(
-                f"the program took {self._steps + 1} steps, the schedule needs {needed}: reduce "
-                "--wait, --warmup or --active, or train longer"
+                f"the program took {self._steps + 1} steps, but the schedule needs {needed}. "
+                "Reduce --wait, --warmup or --active, or train longer."
             )
             self._never_raise(self.close)
 
     def _never_raise(self, action: Callable[[], None]) -> None:
-        """Call `action`; an error ends the capture, never the program."""
+        """Call `action`. An error ends the capture, but never the program."""
         try:
             action()
         except Exception as error:
@@ -238,7 +237,7 @@ class Capture:
         self._step_start = None if in_warmup else _now(self._device)
 
     def _action(self, step: int) -> ProfilerAction:
-        """The same as torch.profiler.schedule, but without its warning about a warm-up of 0."""
+        """Return what torch.profiler.schedule returns, without its warning about a warm-up of 0."""
         if step < self.wait:
             return ProfilerAction.NONE
         if step < self.wait + self.warmup:
@@ -250,7 +249,7 @@ class Capture:
             return  # already written, or no recorded step has ended
         path = self.directory / f"rank{self._rank}.json.gz"
         if not self.replace and path.exists():
-            _report(f"{path} exists and is kept: this training is not captured")
+            _report(f"{path} exists and is kept, so this training is not captured")
             return
         # Write, then rename, so that no process reads an unfinished trace. tutti.measure.files may
         # not be installed here.
@@ -273,7 +272,7 @@ class Capture:
         raise SystemExit(0)
 
     def _metadata(self) -> dict[str, Any]:
-        """Data that torch does not write to a trace; stored in the trace under the key `tutti`."""
+        """Return data that torch does not write to a trace. Its key in the trace is `tutti`."""
         metadata: dict[str, Any] = {
             "backend": "none",
             "host": socket.gethostname(),  # torch 2.11 does not write host_name
@@ -293,8 +292,8 @@ class Capture:
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
-            # ProfilerStep#n is complete if n < steps: torch also ends the range of the step during
-            # which the capture stops.
+            # ProfilerStep#n is complete if n < steps, because torch also ends the range of the step
+            # during which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
             "overhead": median(recorded) / median(unrecorded) if both else None,
@@ -303,7 +302,7 @@ class Capture:
 
 
 def _now(device: torch.device | None) -> Any:
-    """The time on the host's clock, or a CUDA event on `device`, which does not block the host."""
+    """Return the time on the host's clock, or a CUDA event on `device`."""
     if device is None:
         return time.perf_counter()
     event = _cuda.Event(enable_timing=True)
@@ -344,10 +343,10 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
 
 
 class _BatchCounter:
-    """Counts the samples of one data loader: the first loader that is used after `begin`.
+    """Counts the samples of the first data loader that is used after `begin`.
 
     `begin` is called after the program's first step, so an evaluation before training is not
-    counted. For torch's DataLoader each batch counts as its batch size; for tutti's Loader the
+    counted. For torch's DataLoader each batch counts as its batch size. For tutti's Loader the
     samples in each batch are counted.
     """
 
@@ -364,7 +363,7 @@ class _BatchCounter:
             )
 
     def samples_per_step(self, steps: int) -> int | None:
-        """Return samples per step of this rank, None if unknown."""
+        """Return the number of samples per step of this rank, or None if unknown."""
         return round(self._samples / steps) or None if self._samples and steps else None
 
     def _count_results(
@@ -386,12 +385,12 @@ class _BatchCounter:
 
 
 def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
-    """The batch sampler, which is the same in all epochs, and this rank's samples per batch."""
+    """Return the batch sampler, which is the same in all epochs, and this rank's batch size."""
     sampler = getattr(iterator, "_index_sampler", None)
     if not getattr(iterator, "_auto_collation", False):
         return sampler, None  # the dataset makes the batches itself
     size = getattr(sampler, "batch_size", None)
-    if size and getattr(sampler, "split_batches", False):  # Accelerate: a batch is for all ranks
+    if size and getattr(sampler, "split_batches", False):  # Accelerate's batch is for all ranks
         size /= getattr(sampler, "num_processes", 1)
     return sampler, size
 
@@ -431,7 +430,7 @@ class _ProgramProfilers:
             _replace(hooks, _profile, name, muted)
 
     def any_active(self) -> bool:
-        """Whether a profiler runs or warms up; call this before the capture's profiler starts."""
+        """Return whether a profiler runs or warms up. Called before the capture starts its own."""
         return bool(self._prepared) or autograd_profiler._is_profiler_enabled
 
     def _without_marks(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -456,12 +455,12 @@ class _ProgramProfilers:
 
 
 class _NvtxRanges:
-    """NVTX ranges for Nsight Systems: steps, operators and every record_function.
+    """Emits NVTX ranges for Nsight Systems: steps, operators and every record_function.
 
     The class has the three methods of torch.profiler.profile that a Capture calls. Nsight and
-    torch.profiler need the same tracing interface of the GPU, which only one of them can use: with
-    NVTX ranges there is no torch trace. `nsys profile --capture-range=cudaProfilerApi` collects
-    only the recorded steps.
+    torch.profiler need the same tracing interface of the GPU, which only one of them can use, so
+    with NVTX ranges there is no torch trace. `nsys profile --capture-range=cudaProfilerApi`
+    collects only the recorded steps.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction], shapes: bool) -> None:
@@ -497,7 +496,7 @@ class _NvtxRanges:
             self._handle = register_module_forward_pre_hook(self.end)
 
     def end(self, *_: object) -> None:
-        """Stop emitting ranges. Safe to call again."""
+        """Stop emitting ranges. Later calls do nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -1,8 +1,8 @@
-"""Run an unchanged program with every rank captured, and coordinate the tasks of a launcher.
+"""Runs an unchanged program with every rank captured, and coordinates the tasks of a launcher.
 
 `tutti profile -- srun -n 2 train.py` needs a launcher that passes environment variables to the
-ranks; `srun -n 2 tutti profile -- train.py` does not. Then all tasks write traces and exit codes to
-one folder, and the first task waits for all exit codes and explains the traces.
+ranks, but `srun -n 2 tutti profile -- train.py` does not. In that case all tasks write traces and
+exit codes to one folder, and the first task waits for all exit codes and explains the traces.
 """
 
 import contextlib
@@ -45,20 +45,20 @@ def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
     env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
 
 
-def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
+def resolve_command(arguments: Sequence[str], tutti_commands: Sequence[str]) -> list[str]:
     """Return the command to start: a script, a command of tutti (`train …`), or any program."""
-    first, *rest = words
-    if first == "tutti" or (first in own_commands and not Path(first).is_file()):
-        return [sys.executable, "-m", "tutti", *(rest if first == "tutti" else words)]
+    first, *rest = arguments
+    if first == "tutti" or (first in tutti_commands and not Path(first).is_file()):
+        return [sys.executable, "-m", "tutti", *(rest if first == "tutti" else arguments)]
     if first.endswith(".py"):
         if not Path(first).is_file():
-            raise UsageError(f"script {first!r} does not exist: check the path")
-        return [sys.executable, *words]
+            raise UsageError(f"script {first!r} does not exist. Check the path.")
+        return [sys.executable, *arguments]
     # Search next to this interpreter first, to find torchrun in an environment that is not active.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (found := shutil.which(first, path=path)) is None:
         raise UsageError(
-            f"{first!r} is not a program: write for example tutti profile -- torchrun … train.py"
+            f"{first!r} is not a program. For example, use tutti profile -- torchrun … train.py."
         )
     return [found, *rest]
 
@@ -66,7 +66,7 @@ def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[s
 def run_captured(command: Sequence[str], settings: dict[str, Any]) -> int:
     """Run a command, forward SIGTERM, and return the exit code as a shell reports it."""
     env = captured_environment(settings, os.environ)
-    # Keep inherited descriptors open: MPICH's ranks communicate with mpirun through one of them.
+    # Keep inherited descriptors open, because MPICH's ranks reach mpirun through one of them.
     with subprocess.Popen(command, env=env, close_fds=False) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         try:
@@ -75,7 +75,7 @@ def run_captured(command: Sequence[str], settings: dict[str, Any]) -> int:
                     code = process.wait()
                     return code if code >= 0 else 128 - code  # ended by signal -code
                 except KeyboardInterrupt:
-                    # The program has received Ctrl-C, too: wait for its end and keep its traces.
+                    # The program has received Ctrl-C, too. Wait for its end and keep its traces.
                     continue
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -83,7 +83,7 @@ def run_captured(command: Sequence[str], settings: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class LauncherTask:
-    """One of the `tutti profile` processes that a launcher started; `job` is the same in all."""
+    """One of the `tutti profile` processes that a launcher started. They all share one `job`."""
 
     number: int
     count: int
@@ -94,7 +94,7 @@ class LauncherTask:
     def from_environment(env: Mapping[str, str]) -> "LauncherTask":
         try:
             identity = identify(env)
-        except UsageError:  # incomplete variables: an error only if the program needs them
+        except UsageError:  # the variables are incomplete, but the program may not need them
             return LauncherTask(0, 1, "", "")
         has_job = identity.launcher in ("slurm", "openmpi", "mpich", "tutti")
         job = re.sub(r"[^A-Za-z0-9._-]", "-", identity.job) if has_job else ""
@@ -107,18 +107,19 @@ class LauncherTask:
         if starter is None or self.count == 1:
             return ""
         return (
-            f" torchrun sets RANK and MASTER_ADDR, {starter} does not: start torchrun with "
+            f" torchrun sets RANK and MASTER_ADDR, but {starter} does not. Start torchrun with "
             f"{starter}, or call tutti.init() in the script."
         )
 
     def default_folder(self, now: str) -> Path:
-        """The folder without --out; several tasks use their job id, because their clocks differ."""
+        """Return the folder to use without --out. Its name has the job id, as clocks may differ."""
         if self.count == 1:
             return Path("runs") / f"profile-{now}"
         if not self.job:
             raise UsageError(
-                f"--out is required: {self.launcher} started {self.count} tasks of tutti profile, "
-                f"which write to one folder; or start one task: tutti profile -- {self.launcher} …"
+                f"--out is required, because {self.launcher} started {self.count} tasks of tutti "
+                f"profile, which write to one folder. Or start one task: tutti profile -- "
+                f"{self.launcher} …"
             )
         return Path("runs") / f"profile-{self.job}"
 
@@ -130,7 +131,7 @@ class LauncherTask:
             write_atomically(path, str(code))
 
     def wait_for_exit_codes(self, out: Path, failed: bool) -> tuple[dict[int, int], list[int]]:
-        """The exit codes of the tasks that have ended, and the tasks without an exit code."""
+        """Return the exit codes of the tasks that have ended, and the tasks without one."""
         codes: dict[int, int] = {}
         timeout = _FAILED_TIMEOUT_SECONDS if failed else _TASK_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout

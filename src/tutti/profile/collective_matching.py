@@ -30,12 +30,12 @@ class MatchedCollective:
 
     @property
     def first(self) -> Collective:
-        """The collective on any one rank, for its operation, size and group."""
+        """The collective on any one rank, which has the operation, size and group."""
         return next(iter(self.members.values()))
 
     @property
     def last_rank(self) -> int:
-        """The rank that arrived last: the other ranks waited for this rank."""
+        """The rank that arrived last. The other ranks waited for this rank."""
         return max(self.members, key=lambda rank: self.members[rank].arrival)
 
     @property
@@ -46,14 +46,14 @@ class MatchedCollective:
 
     @property
     def transfer_seconds(self) -> float:
-        """Seconds from the last arrival to the end: the time without waiting."""
+        """Seconds from the last arrival to the end, which is the time without waiting."""
         return max(0.0, max(each.end - each.transfer_start for each in self.members.values()))
 
 
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     """Return the collectives that at least two traces contain.
 
-    Stores in each collective which rank arrived last, and when; this needs aligned clocks.
+    Store in each collective which rank arrived last, and when. This needs aligned clocks.
     """
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
     ambiguous = {id(each) for each in collectives_without_group(traces)}
@@ -65,7 +65,7 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
             if key is None or id(collective) in ambiguous:
                 continue
             if collective.sequence is None or collective.is_point_to_point:
-                # There is no usable sequence number: match the n-th of the same kind in the step.
+                # Without a usable sequence number, match the n-th of the same kind in the step.
                 position = bisect_right(starts, collective.arrival) - 1
                 step = trace.steps[position].number if position >= 0 else -1
                 occurrences[(*key, step)] += 1
@@ -81,7 +81,7 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
 
 
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
-    """Collectives without a group in a world with subgroups; these cannot be matched."""
+    """Return collectives without a group in a world with subgroups, which cannot be matched."""
     groups = [group for trace in traces for group in trace.groups.values()]
     sizes = {int(group.get("pg_size") or len(group.get("ranks") or ())) for group in groups}
     world_size = max(trace.world_size for trace in traces)
@@ -116,7 +116,7 @@ def name_axes(trace: RankTrace) -> None:
 
     A DeviceMesh describes its groups as mesh_<axis>. The default group belongs to the only axis, or
     to the axis `world` if there are several. Without a mesh the operation determines the axis:
-    replicas all-reduce gradients; sharding gathers parameters and scatters gradients.
+    replicas all-reduce gradients, and sharding gathers parameters and scatters gradients.
     """
     by_description = {str(group.get("pg_desc", "")): group for group in trace.groups.values()}
     present = _axes_present(trace)
@@ -141,7 +141,7 @@ def _axes_present(trace: RankTrace) -> set[str]:
         if (axis := _named_axis(str(group.get("pg_desc", "")))) is not None
     }
     large = {axis for axis, size in sizes.items() if size > 1}
-    # An axis with all ranks uses the default group: it is the only axis without its own group.
+    # An axis with all ranks uses the default group, so it is the only axis without its own group.
     unnamed = set(_AXES.values()) - set(sizes)
     return unnamed if not large and len(unnamed) == 1 else large
 
@@ -152,7 +152,7 @@ def _axis(
     if (named := _named_axis(description)) is not None:
         return named
     point_to_point = collective.is_point_to_point
-    if point_to_point and not collective.group:  # NCCL batches have no group; only stages send
+    if point_to_point and not collective.group:  # NCCL batches, which only pipelines send
         return "pp"
     size = len(collective.group_ranks) or collective.group_size
     has_all_ranks = size == world_size or (not size and not collective.group)
@@ -173,10 +173,10 @@ def _named_axis(description: str) -> str | None:
 
 @dataclass
 class Clock:
-    """How far the clock of a rank was ahead of the first rank's clock, and the correction."""
+    """The seconds by which a rank's clock was ahead of the first rank's, and the correction."""
 
     rank: int
-    measured_s: float | None  # None: no chain of synchronizing collectives to the first rank
+    measured_s: float | None  # None if no chain of collectives leads to the first rank
     spread_s: float
     applied_s: float
 
@@ -185,9 +185,9 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
     """Measure the clock offsets between hosts, and shift all traces to the first rank's clock.
 
     No rank leaves a synchronizing collective before all ranks have arrived, so all ranks leave it
-    at about the same time: the difference of its end times is the difference of the clocks. Ranks
-    of one host share a clock. Two hosts that take part in the same collective are compared
-    directly, other hosts through a chain of such comparisons.
+    at about the same time, and the difference of its end times is the difference of the clocks.
+    Ranks of one host share a clock. Two hosts that take part in the same collective are compared
+    directly, and other hosts through a chain of such comparisons.
     """
     for trace in traces:
         trace.shift((trace.base_ns - traces[0].base_ns) / 1e9)
@@ -224,7 +224,7 @@ def _clock_owners(
 def _offsets(
     first: int, owner: dict[int, int], matched: Sequence[MatchedCollective]
 ) -> dict[int, tuple[float, float]]:
-    """Return seconds by which each clock is ahead of the first rank's clock, and the spread.
+    """Return the seconds by which each clock is ahead of the first rank's clock, and the spread.
 
     In each collective every clock is compared with the clock of the lowest rank that takes part. If
     several ranks share a clock, the median of their end times is used. A breadth-first search adds

@@ -37,7 +37,7 @@ COMM_RATIO_LIMIT = 0.20
 
 @dataclass
 class Explanation:
-    """The analysis of the recorded steps; `rows()` returns the JSON."""
+    """The analysis of the recorded steps. `rows()` returns the JSON."""
 
     traces: list[RankTrace]
     clocks: list[Clock]
@@ -46,7 +46,7 @@ class Explanation:
     notes: list[str]
 
     def rows(self) -> dict[str, Any]:
-        """`ranks[]`, `steps[]`, `comm[]`, `stragglers[]`, `advice[]` and the other keys."""
+        """Return the content of the JSON: `ranks[]`, `steps[]`, `comm[]`, `stragglers[]`, …"""
         ranks = [self._rank_row(*each) for each in zip(self.traces, self.clocks, strict=True)]
         stragglers = straggler_rows([trace.rank for trace in self.traces], self.steps, self.matched)
         return {
@@ -104,8 +104,8 @@ def trace_files(path: Path) -> list[Path]:
     if path.is_file():
         if is_merged(path):
             raise UsageError(
-                f"--trace {path}: this file has all ranks, merged for a viewer: give the folder "
-                "that has one trace for each rank"
+                f"--trace {path} has all ranks, merged for a viewer. Use the folder that has one "
+                "trace for each rank."
             )
         return [path]
     inner = path / "traces"
@@ -114,8 +114,8 @@ def trace_files(path: Path) -> list[Path]:
     if files := [file for file in files if not is_merged(file)]:
         return files
     raise UsageError(
-        f"--trace {path}: the folder has no trace (*.json or *.json.gz): give the folder that has "
-        "one trace for each rank"
+        f"--trace {path} has no trace (*.json or *.json.gz). Use the folder that has one trace "
+        "for each rank."
     )
 
 
@@ -127,13 +127,13 @@ def explain(files: Sequence[Path]) -> Explanation:
         try:
             trace = read_rank(path)
         except (ValueError, OSError) as error:
-            notes.append(f"{path.name} is left out: {error}")
+            notes.append(f"{path.name} is omitted: {error}")
             continue
         notes += trace.notes
         if trace.steps:
             traces.append(trace)
         else:
-            notes.append(f"{path.name} is left out: the trace has no events")
+            notes.append(f"{path.name} is omitted, because the trace has no events")
     if not traces:
         raise UsageError("no trace could be read: " + "; ".join(notes))
     traces = _one_trace_per_rank(traces, notes)
@@ -143,7 +143,7 @@ def explain(files: Sequence[Path]) -> Explanation:
         shown = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
         notes.append(
             f"traces of rank{'s' * (len(missing) > 1)} {shown} are missing ({len(present)} of "
-            f"{world_size} were found): waiting for a missing rank counts as moving data"
+            f"{world_size} were found). Waiting for a missing rank counts as moving data."
         )
     for trace in traces:
         name_axes(trace)
@@ -153,25 +153,26 @@ def explain(files: Sequence[Path]) -> Explanation:
     if unknown := sorted({hosts[clock.rank] for clock in clocks if clock.measured_s is None}):
         notes.append(
             f"the clock of {', '.join(unknown)} cannot be compared with the clock of "
-            f"{traces[0].host}: no synchronizing collective connects these hosts; the times of "
-            "waiting between them are correct only if their clocks agree"
+            f"{traces[0].host}, because no synchronizing collective connects these hosts. The "
+            "times of waiting between them are correct only if their clocks agree."
         )
     if len(traces) > 1 and (ambiguous := collectives_without_group(traces)):
         notes.append(
-            f"{len(ambiguous)} collectives do not name their group, and there are several groups: "
-            "these collectives are not matched, and waiting in them counts as moving data; set "
-            "TORCH_FR_BUFFER_SIZE=20000 before the ranks start, to record the groups of gloo"
+            f"{len(ambiguous)} collectives do not name their group, and there are several groups. "
+            "These collectives are not matched, and waiting in them counts as moving data. To "
+            "record the groups of gloo, set TORCH_FR_BUFFER_SIZE=20000 before the ranks start."
         )
     if len(traces) > 1 and not matched:
-        notes.append("no collective could be matched between ranks: stragglers are unknown")
+        notes.append("no collective could be matched between ranks, so stragglers are unknown")
     steps = [split_step(trace, step) for trace in traces for step in trace.steps]
     return Explanation(traces, clocks, matched, steps, notes)
 
 
 def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
-    """Return the newest trace of each rank, in rank order: a profiler with `repeat` writes several.
+    """Return the newest trace of each rank, in rank order.
 
-    Traces that do not name their rank get the unused rank numbers, in file order.
+    A profiler with `repeat` writes several traces. Traces that do not name their rank get the
+    unused rank numbers, in file order.
     """
     newest: dict[int, RankTrace] = {}
     older: list[str] = []
@@ -183,9 +184,9 @@ def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[R
         newest[trace.rank] = trace
     if older:
         names = ", ".join(sorted(older))
-        notes.append(f"{names}: left out, because newer traces of the same ranks were found")
+        notes.append(f"{names} omitted, because newer traces of the same ranks were found")
     if without_rank:
-        notes.append("some traces do not name their rank: ranks are assigned in file order")
+        notes.append("some traces do not name their rank, so ranks are assigned in file order")
     free = [rank for rank in range(len(traces)) if rank not in newest]
     for rank, trace in zip(free, without_rank, strict=False):
         trace.rank = rank
@@ -194,21 +195,21 @@ def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[R
 
 
 def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Differences between ranks that are too large to be chance."""
+    """Return notes about differences between ranks that are too large to be chance."""
     notes = []
     for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
         known = sorted((row for row in ranks if row[key]), key=lambda row: row[key])
         if known and known[-1][key] > 1.25 * known[0][key]:
             least, most = known[0], known[-1]
             notes.append(
-                f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, rank "
-                f"{least['rank']} {least[key] / 1e6:,.0f} MB"
+                f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, but rank "
+                f"{least['rank']} has {least[key] / 1e6:,.0f} MB"
             )
     by_busy = sorted(ranks, key=lambda row: row["busy"])
     least, most = by_busy[0], by_busy[-1]
     if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
         notes.append(
             f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "
-            f"the step, rank {least['rank']} {100 * least['busy']:.0f} %"
+            f"the step, but rank {least['rank']} computes {100 * least['busy']:.0f} %"
         )
     return notes

@@ -1,4 +1,4 @@
-"""Assemble one collective of a CPU rank from the several events that it leaves in a trace.
+"""Assembles one collective of a CPU rank from the several events that it leaves in a trace.
 
 - `c10d::allreduce_`: the call on the caller's thread, with the message size if shapes were
   recorded. The call returns at once if the caller does not wait.
@@ -20,8 +20,8 @@ from tutti.profile.rank_trace import Collective, element_bytes, element_count
 # gloo implements reduce_scatter with all_reduce, and its event has the name of all_reduce.
 _RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 _SIZE_PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-_MOST_IN_FLIGHT = 64  # calls of one operation that may be in flight at the same time
-_CLOCK_TOLERANCE = 2e-6  # seconds; an event and the recorder read the clock separately
+_MAX_IN_FLIGHT = 64  # maximum number of calls of one operation in flight at the same time
+_CLOCK_TOLERANCE = 2e-6  # seconds, because an event and the recorder read the clock separately
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class HostEvent:
     process: Any
     thread: Any
     arguments: dict[str, Any]
-    tag: Any = None  # the tutti.comm.operation.Tag of a tutti.comm range; that file imports torch
+    tag: Any = None  # the tutti.comm.operation.Tag of a range (not imported, as it imports torch)
 
 
 def assemble_collectives(
@@ -46,7 +46,10 @@ def assemble_collectives(
     group_size: Callable[[str], int],
     accumulates_gradient: Callable[[Any, float], bool],
 ) -> list[Collective]:
-    """The collectives that the host of a rank ran. `recorder`: (time, group, sequence number)."""
+    """Return the collectives that the host of a rank ran.
+
+    `recorder` has the (time, group, sequence number) of the entries of the flight recorder.
+    """
     _sort_by_start(calls, runs, parameters, tags)
     run_of_call = _match_runs(calls, runs)
     entries = sorted(recorder)
@@ -101,7 +104,7 @@ def calls_without_kernels(
     runs: list[HostEvent],
     tags: list[HostEvent],
 ) -> tuple[list[HostEvent], list[HostEvent]]:
-    """For a rank with GPU kernels: the calls that the host ran itself (gloo), and their tags.
+    """Return the calls that the host of a rank with GPUs ran itself (gloo), and their tags.
 
     A call that contains one of the events `nccl_parameters` launched an NCCL kernel.
     """
@@ -126,7 +129,7 @@ def fill_from_tag(collective: Collective, tag: Any) -> None:
 
 
 def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, HostEvent]:
-    """Return the run of each call, by index of the call: in time order, equal sizes preferred."""
+    """Return {index of a call: its run}, matched in time order. Equal sizes are preferred."""
     waiting: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls):
         for name in _RUN_NAMES.get(call.operation, (call.operation,)):
@@ -137,7 +140,7 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
         while queue and queue[0] in found:
             queue.pop(0)
         latest = run.start + _CLOCK_TOLERANCE
-        in_flight = [n for n in queue[:_MOST_IN_FLIGHT] if calls[n].start <= latest]
+        in_flight = [n for n in queue[:_MAX_IN_FLIGHT] if calls[n].start <= latest]
         candidates = [n for n in in_flight if n not in found]
         if candidates:  # otherwise the call came before the recording began
             same_size = (n for n in candidates if size in _argument_counts(calls[n]))
@@ -146,7 +149,7 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
 
 
 def _argument_counts(event: HostEvent) -> list[int]:
-    """Element counts of the first two arguments that are tensors or lists of tensors."""
+    """Return the element counts of those of the first two arguments that are tensors or lists."""
     dims, kinds = event.arguments.get("Input Dims") or [], event.arguments.get("Input type") or []
     return list(filter(None, map(element_count, dims[:2], kinds[:2])))
 
@@ -177,7 +180,7 @@ def _collective_of(event: HostEvent) -> Collective:
 
 
 def _from_tags(tags: list[HostEvent]) -> list[Collective]:
-    """Collectives from tags without torch events; issue and wait tags become one collective."""
+    """Return collectives from tags without torch events. Issue and wait tags become one."""
     result: list[Collective] = []
     issued: dict[tuple[str, str, int], Collective] = {}
     for event in tags:
@@ -195,7 +198,7 @@ def _from_tags(tags: list[HostEvent]) -> list[Collective]:
 
 
 class _EventsByThread:
-    """Finds the event inside or around a call, on the same thread; calls come in time order."""
+    """Finds the event inside or around a call on the same thread. Calls come in time order."""
 
     def __init__(self, events: list[HostEvent]) -> None:
         self._events: dict[Any, deque[HostEvent]] = defaultdict(deque)
@@ -209,7 +212,7 @@ class _EventsByThread:
         return events[0] if events and events[0].start <= call.end else None
 
     def around(self, call: HostEvent) -> HostEvent | None:
-        """Return the event around the call; each event contains one call."""
+        """Return the event around the call, or None. Each event contains one call."""
         events = self._events[call.thread]
         while events and events[0].end < call.start:
             events.popleft()

@@ -1,7 +1,7 @@
-"""Write all ranks into one trace on one clock, for ui.perfetto.dev and chrome://tracing.
+"""Writes all ranks into one trace on one clock, for ui.perfetto.dev and chrome://tracing.
 
 An arrow leads from the rank that arrived last at a collective to each rank that waited for it.
-Traces are read a second time and written event by event: memory does not grow with their size.
+Traces are read a second time and written event by event, so memory does not grow with their size.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from tutti.profile.rank_trace import RankTrace
 from tutti.profile.step_breakdown import buckets_in
 from tutti.profile.trace_file import MERGED_PREFIX, Event, TraceFile
 
-# Processes and flows (arrows) have numbers in a trace; each rank gets a separate range.
+# Processes and flows (arrows) have numbers in a trace. Each rank gets a separate range.
 _PROCESSES_PER_RANK = 1000
 _FLOWS_PER_RANK = 1 << 40
 _MICROSECONDS = 1e6
@@ -54,7 +54,7 @@ class _RankEvents:
 
     def __init__(self, trace: RankTrace, shift: float) -> None:
         self._trace, self._shift = trace, shift
-        self._processes: dict[Any, int] = {}  # process in the trace → process in the merged trace
+        self._processes: dict[Any, int] = {}  # maps processes of the trace to the merged trace
         self._labels: dict[Any, str] = {}
 
     def process(self, original: Any) -> int:
@@ -90,7 +90,7 @@ class _RankEvents:
         return f"rank {self._trace.rank} {label} {self._trace.host}".replace("  ", " ").strip()
 
     def _bucket_events(self) -> Iterator[Event]:
-        """DDP buckets as asynchronous slices, because buckets overlap: a row for each bucket."""
+        """Yield DDP buckets as asynchronous slices in separate rows, because buckets overlap."""
         identity = (self._trace.rank + 1) * _FLOWS_PER_RANK
         for step in self._trace.steps:
             for index, bucket in enumerate(buckets_in(self._trace, step)):
@@ -119,7 +119,7 @@ def _arrow_events(
         # An arrow must end inside the slice to which it points, and not before the arrow begins.
         finish = min(max(source.start, waiter.transfer_start), waiter.end)
         common: Event = {"cat": "tutti", "name": f"{waiter.operation} waits for rank {late}"}
-        # Flow ids beyond the ranges of all ranks.
+        # These flow ids are beyond the ranges of all ranks.
         common["id"] = (len(ranks) + max(ranks) + 2) * _FLOWS_PER_RANK + number * 4096 + position
         for phase, member, member_rank, moment in (
             ({"ph": "s"}, source, late, min(source.start, finish)),

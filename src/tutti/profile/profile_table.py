@@ -1,4 +1,4 @@
-"""An explanation as text: tables of 80 columns, or of 60 on a narrow terminal."""
+"""Prints an explanation as tables of 80 columns, or of 60 on a narrow terminal."""
 
 from collections.abc import Iterator
 from statistics import fmean, median
@@ -10,14 +10,14 @@ from tutti.profile.explain import COMM_RATIO_LIMIT
 from tutti.profile.step_breakdown import PARTS, excess_text
 
 _FULL_WIDTH = 80
-_MOST_RANKS = 16
-_MOST_ROWS = 8
-_MOST_ADVICE = 5
-_NOTABLE_OVERHEAD = 1.1  # recorded / unrecorded step; a few steps do not show less
+_MAX_RANKS = 16
+_MAX_ROWS = 8
+_MAX_ADVICE = 5
+_NOTABLE_OVERHEAD = 1.1  # recorded / unrecorded step time, as a few steps cannot show less
 
 
 def profile_lines(rows: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
-    """Yield the lines to print; sentences are wrapped to `width`."""
+    """Yield the lines to print. Sentences are wrapped to `width`."""
     for line in _lines(rows, width < _FULL_WIDTH):
         yield from wrap_line(line, width, "    " if line.startswith(" ") else "  ")
 
@@ -35,7 +35,7 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     head = "rank   ms" if narrow else "rank  step ms"
     yield head + "".join(f"{titles[name]:>{widths[name]}}" for name in PARTS)
     late = {row["rank"] for row in rows["stragglers"][:4]}
-    shown = [row for n, row in enumerate(ranks) if n < _MOST_RANKS or row["rank"] in late]
+    shown = [row for n, row in enumerate(ranks) if n < _MAX_RANKS or row["rank"] in late]
     for row in shown:
         step, digits = 1e3 * row["step_s"]["mean"], 0 if narrow else 1
         shares = (f"{100 * row['parts_share'][n]:>{widths[n]}.{digits}f}" for n in PARTS)
@@ -65,7 +65,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _range(values: list[float], unit: str) -> str:
-    """Return the range from the lowest to the highest value."""
+    """Return the range from the lowest to the highest value as text."""
     low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
@@ -96,7 +96,7 @@ def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
         yield "operation      axis       size    p50 ms  wait ms busbw GB/s"
     else:
         yield "operation      axis  ranks     size count    p50 ms total ms  wait ms busbw GB/s"
-    for row in comm[:_MOST_ROWS]:
+    for row in comm[:_MAX_ROWS]:
         size = "?" if row["bytes"] is None else format_bytes(row["bytes"])
         bus = "" if row["busbw_gbs"] is None else f"{row['busbw_gbs']:.3f}"
         transfer = row["transfer_s"]
@@ -107,8 +107,8 @@ def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
             f"{row['op']:<15}{row['axis'] or '?':<6}{group}{size:>9}{count}"
             f"{1e3 * transfer['p50']:>10.3f}{total}{1e3 * row['wait_s']['mean']:>9.3f}{bus:>11}"
         )
-    if len(comm) > _MOST_ROWS:
-        yield f"… {len(comm) - _MOST_ROWS} more rows: see --json"
+    if len(comm) > _MAX_ROWS:
+        yield f"… {len(comm) - _MAX_ROWS} more rows: see --json"
     yield ""
 
 
@@ -135,7 +135,7 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
     if not stragglers:
         yield "no rank makes the others wait"
         return
-    for row in stragglers[:_MOST_ROWS]:
+    for row in stragglers[:_MAX_ROWS]:
         cost = row["cost_s"]
         often = "is late" if row["steady"] else "is sometimes late"
         yield (
@@ -167,10 +167,10 @@ def _advice(rows: dict[str, Any]) -> Iterator[str]:
         return
     if len(rows["ranks"]) > 1:
         yield ""
-    yield "advice, in the order to try; gains on the same cause do not add up"
-    for advice in rows["advice"][:_MOST_ADVICE]:
+    yield "advice, in the order to try (gains on the same cause do not add up)"
+    for advice in rows["advice"][:_MAX_ADVICE]:
         gain = ""
         if advice["gain_s"] is not None:
             share = f"{100 * advice['gain_share']:.0f} % of the step"
             gain = f" (-{1e3 * advice['gain_s']:.1f} ms, {share})"
-        yield f"- {advice['finding']}; {advice['try']}{gain}"
+        yield f"- {advice['finding']}. {advice['try']}{gain}"

@@ -1,4 +1,4 @@
-"""The trace of one rank after reading: its steps, its intervals by activity, its collectives.
+"""The content of one rank's trace: its steps, its intervals by activity, its collectives.
 
 A set of time intervals is a pair of sorted numpy arrays, in which overlapping intervals count once.
 """
@@ -88,7 +88,7 @@ class IntervalCollector:
     Memory grows with the number of gaps between intervals, not with the number of intervals.
     """
 
-    _MERGE_EVERY = 65_536  # edges
+    _MERGE_EVERY = 65_536  # number of edges
 
     def __init__(self) -> None:
         self._edges = array("d")
@@ -108,7 +108,7 @@ class IntervalCollector:
 
 
 def merge(starts: Floats, ends: Floats) -> Intervals:
-    """Return the union of intervals in any order; empty and negative intervals are dropped."""
+    """Return the union of intervals in any order. Empty and negative intervals are dropped."""
     positive = ends > starts
     starts, ends = starts[positive], ends[positive]
     if not len(starts):
@@ -126,7 +126,7 @@ class Collective:
 
     Times are seconds on the rank's own clock until the clocks are aligned. `arrival` is when the
     program reached the operation: the time of the call, or on a GPU the time at which the stream
-    reached the kernel. The operation ran from `start` to `end`; a thread pool may start it later
+    reached the kernel. The operation ran from `start` to `end`. A thread pool may start it later
     than it was called.
     """
 
@@ -134,7 +134,7 @@ class Collective:
     arrival: float
     start: float
     end: float
-    thread: Any  # thread and process of the event, for the trace viewer
+    thread: Any  # the thread and the process of the event, for the trace viewer
     process: Any
     group: str = ""
     sequence: int | None = None
@@ -143,9 +143,9 @@ class Collective:
     group_ranks: tuple[int, ...] = ()
     group_size: int = 0
     peer: int | None = None  # group rank of the other side of a send or receive
-    axis: str | None = None  # mesh axis: dp, shard, tp, pp, or world
-    call_returned: float = 0.0  # on a CPU, when the call returned to its caller
-    # For a DDP bucket, when its last gradient was computed; None for any other operation.
+    axis: str | None = None  # the mesh axis (dp, shard, tp or pp), or world
+    call_returned: float = 0.0  # on a CPU, the time at which the call returned to its caller
+    # For a DDP bucket, the time at which its last gradient was computed.
     bucket_ready: float | None = None
     # Set when collectives are matched: when the last rank arrived, and the number of that rank.
     last_arrival: float | None = None
@@ -165,7 +165,7 @@ class Collective:
         return self.end if self.operation in ("recv", "send_recv") else self.start
 
     def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
-        """Set the fields from a record_param_comms event; events of NCCL kernels have a copy."""
+        """Set the fields from the arguments of a record_param_comms event or an NCCL kernel."""
         self.operation = operation_named(arguments.get("Collective name", "")) or self.operation
         self.group = str(arguments.get("Process Group Name", ""))
         self.dtype = str(arguments.get("dtype", ""))
@@ -186,17 +186,18 @@ class Collective:
 
 @dataclass
 class Step:
-    """One training step: a ProfilerStep#N range."""
+    """One training step, which is a ProfilerStep#N range."""
 
     number: int
     start: float
     end: float
-    gradients: tuple[float, float] | None = None  # first gradient, end of backward
+    # The times of the first gradient and of the end of backward.
+    gradients: tuple[float, float] | None = None
 
 
 @dataclass
 class RankTrace:
-    """The content of one rank's trace; times are seconds since `base_ns`, a Unix time."""
+    """The content of one rank's trace. Times are seconds since `base_ns`, a Unix time."""
 
     path: Path
     rank: int
@@ -209,19 +210,19 @@ class RankTrace:
     compute: Intervals
     communication: Intervals
     input: Intervals
-    other: Intervals  # on a GPU: copies; on a CPU: autograd's engine and other wrappers
+    other: Intervals  # copies on a GPU, or autograd's engine and other wrappers on a CPU
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
-    memory_bytes: int | None  # peak of the device allocator
-    host_memory_bytes: int | None  # peak of the process
-    device_bytes: int | None  # memory of the device
+    memory_bytes: int | None  # peak memory of the device allocator
+    host_memory_bytes: int | None  # peak memory of the process
+    device_bytes: int | None  # total memory of the device
     has_loader_workers: bool
-    work: float  # amount of computation, to compare ranks; 0 if unknown
+    compute_estimate: float  # number of threads or multiplications, to compare ranks (0: unknown)
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
 
     def shift(self, seconds: float) -> None:
-        """Move every time by `seconds`, to another clock."""
+        """Add `seconds` to every time, to change to another clock."""
         for name in ("compute", "communication", "input", "other"):
             intervals = getattr(self, name)
             setattr(self, name, Intervals(intervals.starts + seconds, intervals.ends + seconds))
@@ -245,13 +246,13 @@ def operation_named(name: str) -> str | None:
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element, for any spelling of the dtype that traces use; 0 if unknown."""
+    """Return the bytes of one element of a dtype, as traces spell it, or 0 if unknown."""
     name = dtype.lower().removeprefix("c10::").replace(" ", "")
     return 1 if name.startswith("float8") else _ELEMENT_BYTES.get(name, 0)
 
 
 def element_count(dims: Any, kind: str) -> int:
-    """Return the number of elements of an argument: of a tensor, or of all tensors of a list."""
+    """Return the number of elements of a tensor, or of all tensors of a list."""
     if isinstance(dims, list) and kind == "TensorList":
         return sum(map(math.prod, dims))
     return math.prod(dims) if isinstance(dims, list) and element_bytes(kind) else 0

@@ -1,15 +1,15 @@
-"""Split each step of each rank into parts that add up to the step, and summarize communication.
+"""Splits each step of each rank into parts that add up to the step, and summarizes communication.
 
 Every moment of a step belongs to exactly one part:
 
     compute        the rank computes and does not communicate
     hidden         the rank computes and communicates at the same time
-    wait           nothing computes; a collective waits for a rank that has not arrived
-    bubble         nothing computes; a send or receive waits for its peer (pipelines)
-    exposed        nothing computes; data moves
-    input          none of the above; the program waits for its data loader
-    rest           none of the above; on a GPU copies, on a CPU the code around operators
-    host_gap       nothing is recorded: Python, a sleep, a GPU without work
+    wait           nothing computes, and a collective waits for a rank that has not arrived
+    bubble         nothing computes, and a send or receive waits for its peer (pipelines)
+    exposed        nothing computes, and data moves
+    input          none of the above: the program waits for its data loader
+    rest           none of the above: copies on a GPU, or the code around operators on a CPU
+    host_gap       nothing is recorded, for example Python code, a sleep or an idle GPU
 """
 
 from bisect import bisect_right
@@ -26,11 +26,11 @@ from tutti.profile.rank_trace import EMPTY, SYNCHRONIZING, Collective, Intervals
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
 
-Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP bucket
-_Pair = tuple[float, float]  # start, end
-_Key = tuple[str, str, str | None, int, str]  # operation, group, axis, bytes, dtype
-_Sample = tuple[float, float, bool, int]  # transfer seconds, wait seconds, matched, ranks
-_NOTABLE_SHARE = 0.02  # of the step; a rank for which the others wait longer is a straggler
+Kind = tuple[str | None, bool]  # (mesh axis, whether the collective is a DDP bucket)
+_Pair = tuple[float, float]  # (start, end)
+_Key = tuple[str, str, str | None, int, str]  # (operation, group, axis, bytes, dtype)
+_Sample = tuple[float, float, bool, int]  # (transfer seconds, wait seconds, is matched, ranks)
+_NOTABLE_SHARE = 0.02  # a rank for which the others wait a larger share of a step is a straggler
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,29 @@ class StepBreakdown:
     rank: int
     step: int
     seconds: float
-    intervals: dict[str, Intervals]  # of each part
-    parts: dict[str, float]  # total length of each part
-    waited_for: dict[int, float]  # time lost waiting, by the rank that was late
+    intervals: dict[str, Intervals]  # the intervals of each part
+    parts: dict[str, float]  # the total length of each part
+    waited_for: dict[int, float]  # the time lost waiting for each late rank
     # hidden, exposed and wait (which includes bubble) by kind of communication. The sum over kinds
     # is the part.
     by_kind: dict[Kind, dict[str, float]]
-    gradients: tuple[float, float] | None  # first gradient, end of backward, from the step's start
+    # The times of the first gradient and of the end of backward, from the start of the step.
+    gradients: tuple[float, float] | None
 
 
 def overlap(parts: Mapping[str, float]) -> float | None:
-    """|communication ∩ compute| / |communication + waiting|, as in Holistic Trace Analysis."""
+    """Return |communication ∩ compute| / |communication + waiting|, as Holistic Trace Analysis."""
     total = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
     return parts["hidden"] / total if total else None
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
-    """Split one step; clocks must be aligned and collectives matched before."""
+    """Return the parts of one step. Clocks must be aligned and collectives matched before."""
     whole = Intervals.of([(step.start, step.end)])
     compute = trace.compute.between(step.start, step.end)
     communicating = trace.communication.between(step.start, step.end)
     idle = whole - compute
-    waits: dict[int, list[_Pair]] = defaultdict(list)  # by the rank that was late
+    waits: dict[int, list[_Pair]] = defaultdict(list)  # keys are the late ranks
     bubbles: list[_Pair] = []
     transfers: list[_Pair] = []
     extents: dict[Kind, list[_Pair]] = defaultdict(list)
@@ -119,13 +120,13 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
 def _split_by_kind(
     regions: dict[str, Intervals], extents: dict[Kind, list[_Pair]]
 ) -> dict[Kind, dict[str, float]]:
-    """Attribute each region to the kind of communication in it; to the first if kinds overlap."""
+    """Return the seconds of each region by kind of communication. Overlaps go to the first kind."""
     by_kind: dict[Kind, dict[str, float]] = {}
     for kind, pairs in extents.items():
         extent = Intervals.of(pairs)
         by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
         regions = {name: region - extent for name, region in regions.items()}
-    # The remaining time is spent entering or leaving a call or waking up after a call: attribute
+    # The remaining time is spent entering or leaving a call or waking up after a call. Attribute
     # the time to the kind of the last call before.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
     arrivals.sort(key=lambda each: each[0])
@@ -140,10 +141,10 @@ def _split_by_kind(
 def comm_rows(
     traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """`comm[]`: a row for each operation, group and message size, largest total time first.
+    """Return `comm[]`: a row for each operation, group and message size, largest total time first.
 
-    Times are those of moving data: from the last arrival to the end. A collective that only one
-    trace contains counts with its whole time, including waiting; then `matched` is less than
+    Times are those of moving data, from the last arrival to the end. A collective that only one
+    trace contains counts with its whole time, including waiting. Then `matched` is less than
     `count`.
     """
     samples: dict[_Key, list[_Sample]] = defaultdict(list)
@@ -195,7 +196,7 @@ def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) ->
 
 
 def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """`axes[]`: seconds per step of each mesh axis, mean over ranks, the longest first."""
+    """Return `axes[]`: the mean time per step of each mesh axis, the longest first."""
     length = fmean(step.seconds for step in steps)
     totals: dict[str | None, dict[str, float]] = {}
     for step in steps:
@@ -215,11 +216,11 @@ def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
 
 
 def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """`buckets[]`: DDP buckets by rank, step and order of their all-reduce calls.
+    """Return `buckets[]`: DDP buckets by rank, step and order of their all-reduce calls.
 
-    Times are seconds from the step's start. ready: the last gradient of the bucket was computed and
-    all_reduce was called; started: every rank had called all_reduce and data began to move; done:
-    the all-reduce had ended.
+    Times are seconds from the step's start. At `ready_s` the last gradient of the bucket was
+    computed and all_reduce was called. At `started_s` every rank had called all_reduce and data
+    began to move. At `done_s` the all-reduce had ended.
     """
     return [
         {
@@ -247,13 +248,13 @@ def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
 def straggler_rows(
     ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """`stragglers[]`: a row for each rank for which others waited, the longest wait first.
+    """Return `stragglers[]`: a row for each rank for which others waited, the longest wait first.
 
     The straggler is the rank that arrives last. Its own collectives are the shortest, because it
-    never waits: the rank with the longest collective is a victim, not the cause.
+    never waits. The rank with the longest collective is a victim, not the cause.
 
     `cost_s` is the time per step in which the other ranks neither computed nor moved data because
-    of this rank, mean over the other ranks.
+    of this rank. It is the mean over the other ranks.
     """
     synchronizing = [each for each in matched if each.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
@@ -293,7 +294,7 @@ def straggler_rows(
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
-    """The part with the largest excess over the other ranks: probably the cause of the delay."""
+    """Return the part with the largest excess over other ranks, probably the cause of the delay."""
     excess = {
         name: fmean(step.parts[name] for step in steps if step.rank == rank)
         - fmean(step.parts[name] for step in steps if step.rank != rank)
@@ -304,7 +305,7 @@ def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]
 
 
 def excess_text(instead: Mapping[str, Any]) -> str:
-    """Return the value `instead` of a straggler as words, for example `computes 46.1 ms longer`."""
+    """Return the value `instead` of a straggler as text, for example `computes 46.1 ms longer`."""
     longer = f"{1e3 * instead['seconds']:.1f} ms longer"
     return {
         "compute": f"computes {longer}",

@@ -1,6 +1,6 @@
-"""Streaming reader of a trace file: Chrome JSON as Kineto writes it, plain or gzipped.
+"""Reads a trace file event by event: Chrome JSON as Kineto writes it, plain or gzipped.
 
-A trace may be larger than memory. The file is read in chunks; only the current event and the
+A trace may be larger than memory. The file is read in chunks, and only the current event and the
 metadata beside the event list are kept.
 """
 
@@ -16,25 +16,25 @@ Event = dict[str, Any]
 
 # A merged trace begins with this text. Such a file has all ranks and is not the trace of one rank.
 MERGED_PREFIX = '{"tutti": {"merged": true}'
-_CHUNK = 1 << 18  # characters read at once
-_LARGEST_VALUE = 1 << 26  # characters of one event or one metadata value
+_CHUNK = 1 << 18  # number of characters read at once
+_LARGEST_VALUE = 1 << 26  # maximum number of characters of one event or one metadata value
 _SPACE = " \t\r\n"
 
 
 class TraceFile:
-    """`for event in TraceFile(path).events()`; afterwards `metadata` is complete."""
+    """A trace file. `metadata` is complete after a loop over all `events()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
-        self.truncated = False  # the file ends early: the program was killed or the disk was full
+        self.truncated = False  # whether the file ends early (program killed, or disk full)
         # The part of the file in memory, and the position of the next character in this part.
         self._window, self._position = "", 0
         self._ended = False
         self._decode = json.JSONDecoder(strict=False).raw_decode
 
     def events(self) -> Iterator[Event]:
-        """Yield the events in file order; call this once."""
+        """Yield the events in file order. Call this once."""
         with _open(self.path) as self._stream:
             try:
                 if self._peek() == "[":  # Chrome allows a bare list
@@ -50,7 +50,7 @@ class TraceFile:
         for _ in self._items_until("}"):
             key = self._value()
             if self._peek() != ":":
-                raise ValueError(f"{self.path} is not JSON: no colon after {key!r}")
+                raise ValueError(f"{self.path} is not JSON: there is no colon after {key!r}")
             self._position += 1
             if key == "traceEvents":
                 yield from self._list()
@@ -104,7 +104,7 @@ class TraceFile:
         if len(self._window) - self._position > _LARGEST_VALUE:
             begin = self._window[self._position : self._position + 60]
             raise ValueError(
-                f"not JSON, or one value has more than {_LARGEST_VALUE:,} characters: {begin}…"
+                f"it is not JSON, or a value has more than {_LARGEST_VALUE:,} characters: {begin}…"
             )
         try:
             chunk = self._stream.read(_CHUNK)

@@ -1,7 +1,7 @@
-"""Read the trace of one rank in one pass: events become intervals, steps and collectives.
+"""Reads the trace of one rank in one pass. Events become intervals, steps and collectives.
 
 If the trace has GPU kernels, the time of the device is split: kernels of NCCL and of symmetric
-memory count as communication, and all other kernels as compute; gloo operations on the host count
+memory count as communication, and all other kernels as compute. gloo operations on the host count
 as communication, too. Otherwise the time of the host is split: operators count as compute, and the
 code that calls them (autograd's engine, DDP's reducer) counts as other.
 """
@@ -37,9 +37,9 @@ from tutti.profile.rank_trace import (
 )
 from tutti.profile.trace_file import Event, TraceFile
 
-# These wrappers call operators and may wait for communication: their own time is not compute.
+# These wrappers call operators and may wait for communication, so their own time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
-# The event arguments that are kept; the other arguments are dropped to save memory.
+# The event arguments that are kept. The other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
     *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
     *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
@@ -58,7 +58,7 @@ _MATRIX_OPERATORS = {
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Read one trace file."""
+    """Return the content of one trace file."""
     file = TraceFile(path)
     reader = _TraceReader()
     for event in file.events():
@@ -71,25 +71,24 @@ class _TraceReader:
         self.steps: list[Step] = []
         self.first, self.last = float("inf"), float("-inf")
         self.copies, self.input = IntervalCollector(), IntervalCollector()
-        # By thread: operators that compute, and calls that communicate.
+        # The operators that compute and the calls that communicate, for each thread.
         self.operators: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         self.comm_calls: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         self.wrappers, self.host_transfers = IntervalCollector(), IntervalCollector()
         self.collectives: list[Collective] = []
-        self.collective_of_kernel: dict[int, Collective] = {}  # by kernel index
-        self.collective_of_operator: dict[Any, Collective] = {}  # by External id, NCCL only
-        # Calls of c10d, runs of gloo and shm, record_param_comms, and ranges of tutti.comm.
-        self.calls: list[HostEvent] = []
-        self.runs: list[HostEvent] = []
-        self.parameters: list[HostEvent] = []
-        self.tags: list[HostEvent] = []
-        # The functions that autograd's engine runs; by thread: accumulations of gradients.
-        self.engine = IntervalCollector()
+        self.collective_of_kernel: dict[int, Collective] = {}  # keys are kernel indices
+        self.collective_of_operator: dict[Any, Collective] = {}  # keys are External ids (NCCL)
+        self.calls: list[HostEvent] = []  # c10d:: operators
+        self.backend_spans: list[HostEvent] = []  # gloo:* and shm:* events
+        self.param_comms_events: list[HostEvent] = []  # record_param_comms events
+        self.comm_ranges: list[HostEvent] = []  # tutti::* events
+        self.engine = IntervalCollector()  # time in autograd's evaluate_function
+        # The time in AccumulateGrad, for each thread.
         self.accumulating: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         self.kernels = _Kernels()
         self.memory = 0
         self.has_loader_workers = False
-        self.work = 0.0
+        self.compute_estimate = 0.0
 
     def add(self, event: Event) -> None:
         phase = event.get("ph")
@@ -130,7 +129,7 @@ class _TraceReader:
         )
         if not communicates:
             grid, block = arguments.get("grid") or [0], arguments.get("block") or [0]
-            self.work += math.prod(grid) * math.prod(block)
+            self.compute_estimate += math.prod(grid) * math.prod(block)
             return
         operation = operation_named(name) or "other"
         collective = Collective(operation, start, start, end, thread, process)
@@ -143,7 +142,7 @@ class _TraceReader:
     def _add_operator(self, event: Event, start: float, end: float) -> None:
         name, thread = str(event["name"]), event.get("tid")
         if name == "record_param_comms":
-            self.parameters.append(_host_event("", event, start, end))
+            self.param_comms_events.append(_host_event("", event, start, end))
         elif name.startswith("c10d::"):
             if (operation := operation_named(name[6:])) is not None:
                 self.calls.append(_host_event(operation, event, start, end))
@@ -158,7 +157,7 @@ class _TraceReader:
                     self.accumulating[thread].add(start, end)
         else:
             self.operators[thread].add(start, end)
-            self.work += _multiplications(name, event.get("args", {}))
+            self.compute_estimate += _multiplications(name, event.get("args", {}))
 
     def _add_annotation(self, event: Event, start: float, end: float) -> None:
         name = str(event["name"])
@@ -166,19 +165,19 @@ class _TraceReader:
             self.steps.append(Step(int(name[13:]), start, end))
         elif name.startswith(("gloo:", "shm:")):
             if (operation := operation_named(name.partition(":")[2])) is not None:
-                self.runs.append(_host_event(operation, event, start, end))
+                self.backend_spans.append(_host_event(operation, event, start, end))
                 self.host_transfers.add(start, end)
         elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
             self.input.add(start, end)
             self.has_loader_workers |= "_MultiProcessing" in name
         elif name.startswith("tutti::"):
-            # tutti.comm.operation imports torch: import it only for traces that have such ranges.
+            # Import tutti.comm.operation, which imports torch, only for traces with such ranges.
             from tutti.comm.operation import parse_tag
 
             if (tag := parse_tag(name)) is not None:
                 self.comm_calls[event.get("tid")].add(start, end)
                 operation = operation_named(tag.operation) or tag.operation
-                self.tags.append(_host_event(operation, event, start, end, tag))
+                self.comm_ranges.append(_host_event(operation, event, start, end, tag))
 
     def finish(self, file: TraceFile) -> RankTrace:
         metadata = file.metadata
@@ -186,7 +185,7 @@ class _TraceReader:
         base_ns = int(metadata.get("baseTimeNanoseconds") or 0)
         notes: list[str] = []
         if file.truncated:
-            notes.append(f"{file.path.name} is truncated: the events before its end were read")
+            notes.append(f"{file.path.name} is truncated. The events before its end were read.")
         groups = {str(group["pg_name"]): group for group in world.get("pg_config") or []}
         world_size = int(captured.get("world_size", world.get("world_size", 1)))
         loading = self.input.intervals()
@@ -194,12 +193,15 @@ class _TraceReader:
             ((int(entry["created_ns"]) - base_ns) / 1e9, str(entry["group"]), int(entry["seq"]))
             for entry in captured.get("recorder") or []
         ]
-        calls, tags = self.calls, self.tags
+        calls, comm_ranges = self.calls, self.comm_ranges
         if self.kernels:
             self._combine_tagged_kernels()
-            known = self.collective_of_operator
-            nccl = [e for e in self.parameters if e.arguments.get("External id") in known]
-            calls, tags = calls_without_kernels(calls, nccl, self.runs, tags)
+            nccl = [
+                event
+                for event in self.param_comms_events
+                if event.arguments.get("External id") in self.collective_of_operator
+            ]
+            calls, comm_ranges = calls_without_kernels(calls, nccl, self.backend_spans, comm_ranges)
             compute = self.kernels.intervals(computing=True)
             communication = self.kernels.intervals(computing=False)
             communication |= self.host_transfers.intervals()
@@ -216,7 +218,7 @@ class _TraceReader:
         def group_size(group: str) -> int:
             return int(groups.get(group, {}).get("pg_size", world_size))
 
-        events = (calls, self.runs, self.parameters, tags)
+        events = (calls, self.backend_spans, self.param_comms_events, comm_ranges)
         self.collectives += assemble_collectives(
             *events, recorder, group_size, self._accumulates_gradient
         )
@@ -231,7 +233,7 @@ class _TraceReader:
             self._move_to_device_time()
         if not self.steps and self.last > self.first:
             self.steps = [Step(0, self.first, self.last)]
-            notes.append(f"{file.path.name} has no steps: the whole trace counts as one step")
+            notes.append(f"{file.path.name} has no steps. The whole trace counts as one step.")
         rank = captured.get("rank", world.get("rank"))
         if rank is None:
             number = re.search(r"rank[-_]?(\d+)", file.path.name)
@@ -257,7 +259,7 @@ class _TraceReader:
             host_memory_bytes=captured.get("host_memory_bytes"),
             device_bytes=min(memories, default=None),
             has_loader_workers=self.has_loader_workers,
-            work=self.work,
+            compute_estimate=self.compute_estimate,
             capture_info={key: value for key, value in captured.items() if key != "recorder"},
             notes=notes,
         )
@@ -269,7 +271,7 @@ class _TraceReader:
         """
         replaced: set[int] = set()
         kernels = self.kernels
-        for event in self.tags:
+        for event in self.comm_ranges:
             launched = kernels.launched_by(event.thread, event.start, event.end)
             known = list(filter(None, map(self.collective_of_kernel.get, launched)))
             if not launched or any(collective.group for collective in known):
@@ -293,11 +295,11 @@ class _TraceReader:
         computing_launches, _, computing_ends = self.kernels.by_launch(computing_only=True)
 
         def device_done(moment: float) -> float | None:
-            """When all computing kernels launched until `moment` had ended; None without any."""
+            """Return when all compute kernels launched up to `moment` had ended, or None."""
             index = int(np.searchsorted(computing_launches, moment, side="right")) - 1
             return float(computing_ends[index]) if index >= 0 else None
 
-        for event in self.parameters:
+        for event in self.param_comms_events:
             collective = self.collective_of_operator.get(event.arguments.get("External id"))
             if collective is None or collective.operation != "all_reduce":
                 continue
@@ -309,7 +311,7 @@ class _TraceReader:
             if step.gradients is not None:
                 begin, end = map(device_done, step.gradients)
                 step.gradients = None if begin is None or end is None else (begin, end)
-            # A step is the time from the first kernel launched in it to that of the next step.
+            # A step lasts from the start of its first kernel to the start of the next step.
             first = int(np.searchsorted(launches, step.start, side="left"))
             last = int(np.searchsorted(launches, step.end, side="right")) - 1
             if first <= last:
@@ -325,7 +327,10 @@ class _TraceReader:
         return {thread: found.intervals() for thread, found in self.accumulating.items()}
 
     def _accumulates_gradient(self, thread: Any, moment: float) -> bool:
-        """Whether a gradient was being accumulated; then a gradient hook called the collective."""
+        """Return whether `thread` was accumulating a gradient at `moment`.
+
+        If so, a gradient hook called the collective.
+        """
         intervals = self._accumulations.get(thread, EMPTY)
         index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
         return index >= 0 and moment <= float(intervals.ends[index])
@@ -375,11 +380,11 @@ class _Kernels:
         return len(self._number) - 1
 
     def stream(self, index: int) -> tuple[Any, Any]:
-        """Process and thread in the trace of the stream on which a kernel ran."""
+        """Return the (pid, tid) that the trace assigns to the stream on which a kernel ran."""
         return list(self._streams)[self._stream[index]]
 
     def launched_by(self, thread: Any, start: float, end: float) -> list[int]:
-        """Indices of the kernels that a host thread launched in [start, end)."""
+        """Return the indices of the kernels that a host thread launched in [start, end)."""
         if thread not in self._by_thread:
             return []
         moments, indices = self._by_thread[thread]
@@ -392,9 +397,11 @@ class _Kernels:
         return merge(np.array(self.start)[chosen], np.array(self.end)[chosen])
 
     def by_launch(self, computing_only: bool) -> tuple[Floats, Floats, Floats]:
-        """For each launch: its time, the earliest kernel start from then on, the latest end so far.
+        """Return (launch times, earliest starts, latest ends), ordered by launch time.
 
-        With several streams, kernels do not start and end in the order of their launches.
+        The second array has the earliest start of this kernel and all kernels launched later. The
+        third array has the latest end of this kernel and all kernels launched earlier. With several
+        streams, kernels do not start and end in the order of their launches.
         """
         kernels, launches = self._joined
         if computing_only:
@@ -408,7 +415,7 @@ class _Kernels:
 
     @cached_property
     def _by_thread(self) -> dict[Any, tuple[Floats, NDArray[np.int64]]]:
-        """For each host thread: its launch times in order, and the indices of the kernels."""
+        """The launch times of each host thread, in order, and the indices of the kernels."""
         kernels, launches = self._joined
         moments, threads = np.array(self._launch_time)[launches], np.array(self._launch_thread)
         result = {}
@@ -420,10 +427,10 @@ class _Kernels:
 
     @cached_property
     def _joined(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Kernels with a known launch, and the launch of each.
+        """The indices of the kernels whose launch is recorded, and the index of each launch.
 
         A CUDA graph is one launch of many kernels. Kernels launched before the recording began
-        have no launch event and are left out.
+        have no launch event and are omitted.
         """
         by_number = np.argsort(np.array(self._launch_number))
         launch_numbers = np.array(self._launch_number, dtype=np.int64)[by_number]

@@ -1,4 +1,4 @@
-"""Predict a step with other DDP bucket sizes, with a small model that is fitted to the trace.
+"""Predicts a step with other DDP bucket sizes, with a small model that is fitted to the trace.
 
 A message of s bytes takes α + β·s seconds. Gradients become ready during backward at the same times
 as in the trace. A bucket is sent when it is full and a lane is free (NCCL has one lane, gloo has
@@ -20,20 +20,20 @@ from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import buckets_in
 
 _SEPARABLE = 4.0  # ratio of message sizes that separates latency from bandwidth
-_TOUCH = 1e-6  # seconds: messages that follow each other directly are not concurrent
-_MOST_STEPS = 48  # over all ranks, evenly spaced; more steps hardly change the mean
+_TOUCH = 1e-6  # seconds by which messages must overlap to count as concurrent
+_MAX_STEPS = 48  # maximum number of steps of all ranks. More steps hardly change the mean.
 
 
 class MessageCost(NamedTuple):
-    """Seconds of a message: α + β·bytes."""
+    """The cost of a message, which takes α + β·bytes seconds."""
 
     alpha: float
     beta: float
-    separated: bool  # False: with one message size all time is attributed to α (best case)
+    separated: bool  # False if one message size made it necessary to attribute all time to α
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """Fit α and β to (bytes, seconds) points: least squares of the medians' relative errors."""
+    """Fit α and β to (bytes, seconds), by least squares of the relative errors of the medians."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for size, seconds in points:
         if seconds > 0:
@@ -54,13 +54,13 @@ class ExposedTime(NamedTuple):
     """Seconds per step in which gradients move and nothing computes."""
 
     within_backward: float  # between operators of backward, when the rank is idle anyway
-    added: float  # time that lengthens the step: calls during backward, transfers after it
+    added: float  # time of calls during backward and transfers after it, which lengthen the step
 
 
 class _BackwardPass(NamedTuple):
     """One backward pass of one rank, with the cost of the all-reduce calls removed."""
 
-    ready: list[tuple[float, float]]  # (time, bytes ready until then), from 0 bytes
+    ready: list[tuple[float, float]]  # (time, number of bytes ready until then), from 0 bytes
     end: float
     idle_share: float  # share of the pass in which nothing computes
     call_seconds: float  # time that the call for a bucket takes on the calling thread
@@ -70,16 +70,16 @@ class BucketModel:
     """Predicts the exposed time if the gradients of a traced run were sent in other buckets."""
 
     def __init__(self, traces: Sequence[RankTrace], cost: MessageCost, measured: float) -> None:
-        """`measured`: exposed seconds per step of the recorded buckets, for calibration."""
+        """`measured` is the exposed time per step of the recorded buckets, for calibration."""
         all_steps = [(trace, step) for trace in traces for step in trace.steps]
-        chosen = all_steps[:: 1 + len(all_steps) // _MOST_STEPS]
+        chosen = all_steps[:: 1 + len(all_steps) // _MAX_STEPS]
         found = [(trace, step, buckets_in(trace, step)) for trace, step in chosen]
         found = [each for each in found if each[2] and each[1].gradients]
         self.cost = cost
-        self.lanes = max((_most_concurrent(buckets) for *_, buckets in found), default=1)
+        self.lanes = max((_max_concurrent(buckets) for *_, buckets in found), default=1)
         self._passes = [_backward_pass(*each) for each in found]
         self.sizes = [[bucket.bytes for bucket in buckets] for *_, buckets in found]
-        # Only the added time is scaled: the time within backward cannot exceed backward.
+        # Only the added time is scaled, because the time within backward cannot exceed backward.
         self.ratio: float | None = 1.0
         model = self._predict(self.sizes) if found else ExposedTime(0.0, 0.0)
         rest = measured - model.within_backward
@@ -87,7 +87,7 @@ class BucketModel:
         self.recorded = ExposedTime(model.within_backward, model.added * (self.ratio or 0.0))
 
     def with_bucket_size(self, size: float) -> ExposedTime:
-        """Exposed seconds per step with buckets of `size` bytes."""
+        """Return the exposed time per step with buckets of `size` bytes."""
         sizes = []
         for backward in self._passes:
             total = backward.ready[-1][1]
@@ -101,7 +101,7 @@ class BucketModel:
         return ExposedTime(within, added * (self.ratio or 0.0))
 
     def _send(self, backward: _BackwardPass, sizes: Sequence[float]) -> ExposedTime:
-        lanes = [float("-inf")] * self.lanes  # when each lane becomes free
+        lanes = [float("-inf")] * self.lanes  # the time at which each lane becomes free
         moments, bytes_ready = zip(*backward.ready, strict=True)
         transfers = []
         for number, moment in enumerate(np.interp(np.cumsum(sizes), bytes_ready, moments)):
@@ -117,7 +117,7 @@ class BucketModel:
 def _backward_pass(trace: RankTrace, step: Step, buckets: list[Collective]) -> _BackwardPass:
     assert step.gradients is not None
     first, end = step.gradients
-    # On a GPU the calls run ahead of the device; on a CPU a call blocks the backward pass.
+    # On a GPU the calls run ahead of the device, but on a CPU a call blocks the backward pass.
     call = 0.0 if trace.on_device else median(b.call_returned - b.arrival for b in buckets)
     called = [bucket.bucket_ready or bucket.arrival for bucket in buckets]
     moments = [moment - number * call for number, moment in enumerate(called)]
@@ -137,7 +137,7 @@ def _backward_pass(trace: RankTrace, step: Step, buckets: list[Collective]) -> _
     return _BackwardPass(ready, end, idle_share, call)
 
 
-def _most_concurrent(buckets: Sequence[Collective]) -> int:
+def _max_concurrent(buckets: Sequence[Collective]) -> int:
     """Return the largest number of messages that moved data at the same time."""
     edges = [(bucket.transfer_start + _TOUCH, 1) for bucket in buckets]
     edges += [(bucket.end, -1) for bucket in buckets]

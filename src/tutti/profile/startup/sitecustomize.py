@@ -22,7 +22,7 @@ _SETTINGS = "TUTTI_PROFILE"
 
 
 def _load(name: str) -> ModuleType:
-    """Import a file of tutti that needs no other package of tutti, as tutti_capture.NAME."""
+    """Return a module of tutti that needs no other package, imported as tutti_capture.NAME."""
     if "tutti_capture" not in sys.modules:
         package = ModuleType("tutti_capture")
         profile = os.path.dirname(_FOLDER)
@@ -32,7 +32,7 @@ def _load(name: str) -> ModuleType:
 
 
 def _begin_capture(settings: dict[str, Any]) -> None:
-    """Start a Capture that follows torch's optimizers; called after torch was imported."""
+    """Start a Capture that follows torch's optimizers. Called after torch was imported."""
     try:
         # Prevents a crash in gloo's threads at exit, with which the profile would be lost.
         atexit.register(_load("liveness").wait_for_gloo_threads)
