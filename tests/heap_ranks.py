@@ -27,7 +27,7 @@ def caught(act):
 
 
 def run_ranks(program: str, size: int, folder: Path, timeout: float = 60) -> list[tuple[int, str]]:
-    """Run `program` on `size` ranks; returns exit code and output of each rank."""
+    """Run `program` on `size` ranks, and return exit code and output of each rank."""
     (folder / "program.py").write_text(HEAD + program)
     ranks = [
         subprocess.Popen(

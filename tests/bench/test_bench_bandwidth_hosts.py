@@ -38,7 +38,7 @@ def remove_limit(made: Network, host: int, interfaces: Sequence[str]) -> None:
 
 
 def measured(made: Network, file: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    """Run one rank on each host, n1 first; return exit code, JSON and output of rank 0."""
+    """Run one rank on each host, n1 first, and return exit code, JSON and output of rank 0."""
     command = [sys.executable, "-m", "tutti", "bench", "bandwidth", *FLAGS, *flags]
     ranks = [
         host.popen(

@@ -16,7 +16,7 @@ from worlds import in_world
 
 
 def payloads(op: str, count: int, ranks: int, dtype: torch.dtype = torch.float32) -> list[Payload]:
-    """The payload of every rank."""
+    """Return the payload of every rank."""
     operation = OPERATIONS[op]
     cases = [CollectiveCase(operation, count, dtype, "out", rank, ranks) for rank in range(ranks)]
     return [payload(case) for case in cases]

@@ -127,7 +127,7 @@ def test_sigkill_keeps_the_results_so_far(bench: str, victim: str, tmp_path: Pat
 
 
 def check_partial_result(file: Path, bench: str) -> list[dict[str, Any]]:
-    """Check that the file is a partial result; returns its rows."""
+    """Check that the file is a partial result, and return its rows."""
     content = json.loads(file.read_text())
     rows: list[dict[str, Any]] = content["pairs" if bench == "bandwidth" else "rows"]
     assert content["complete"] is False and rows

@@ -76,7 +76,7 @@ PAIRS += [fails, returns_nothing, needs_more]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """All built-in pairs and the pairs in OWN, measured in one world."""
+    """Yield all built-in pairs and the pairs in OWN, measured in one world."""
     folder = tmp_path_factory.mktemp("pairs")
     (folder / "own.py").write_text(OWN)
     own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"

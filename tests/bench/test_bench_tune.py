@@ -14,7 +14,7 @@ NCCL, ONE_SHOT = "nccl", "symmetric one-shot"
 
 
 def _measured(times: dict[int, tuple[float | None, float | None]]) -> list[Measured]:
-    """{size: (time of NCCL, time of the one-shot kernels)} as measurements of all_reduce."""
+    """Return measurements of all_reduce from {size: (time of NCCL, time of one-shot kernels)}."""
     return [
         Measured("all_reduce", "cuda", path, size, each)
         for size, both in times.items()

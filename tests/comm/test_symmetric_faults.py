@@ -160,7 +160,7 @@ heap.wait(timeout=50)
 
 
 def heap_files(*pids: int) -> set[tuple[int, int]]:
-    """The heaps that these processes hold open, as device and inode."""
+    """Return the heaps that these processes hold open, as device and inode."""
     found = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):

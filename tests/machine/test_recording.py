@@ -18,7 +18,7 @@ FILES = sorted((HERE / "machines").glob("*.json"))
 
 
 def unknown_paths(value: Any, path: str = "") -> Iterator[str]:
-    """The paths of all fields that are None."""
+    """Yield the paths of all fields that are None."""
     if value is None:
         yield path
     elif dataclasses.is_dataclass(value):
@@ -85,7 +85,7 @@ class FakeSys:
 
 
 def bridge_with_acs(control: int) -> bytes:
-    """4096 bytes of configuration space with AER at byte 0x100 and ACS at byte 0x140."""
+    """Return 4096 bytes of configuration space with AER at byte 0x100 and ACS at byte 0x140."""
     config = bytearray(4096)
     config[0x100:0x104] = (0x140 << 20 | 2 << 16 | 0x0001).to_bytes(4, "little")
     config[0x140:0x144] = (0 << 20 | 1 << 16 | 0x000D).to_bytes(4, "little")
@@ -95,7 +95,7 @@ def bridge_with_acs(control: int) -> bytes:
 
 @pytest.fixture
 def box(tmp_path: Path) -> Machine:
-    """A root port with ACS redirect, and below it a switch with a GPU and a RoCE NIC."""
+    """Return a root port with ACS redirect, and below it a switch with a GPU and a RoCE NIC."""
     files = FakeSys(tmp_path)
     root = "pci0000:15/0000:15:01.0"
     switch = f"{root}/0000:16:00.0"
@@ -191,7 +191,7 @@ def test_only_listed_kernel_settings_are_kept(box: Machine) -> None:
 
 @pytest.fixture(scope="module")
 def with_nvml(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """This machine, with a fake NVML library that reports two GPUs."""
+    """Return this machine, with a fake NVML library that reports two GPUs."""
     folder = tmp_path_factory.mktemp("nvml")
     library = folder / "libnvidia-ml.so.1"
     source = HERE / "fake_nvml.c"

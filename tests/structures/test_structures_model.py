@@ -18,11 +18,11 @@ WORDS = 2
 
 class Step(NamedTuple):
     after: tuple[int, ...]  # positions of steps of the same thread
-    act: Callable[[State], bool]  # changes the state; False: not possible now
+    act: Callable[[State], bool]  # changes the state, or returns False if this is not possible now
 
 
 def visit(threads: list[list[Step]], start: State) -> int:
-    """Take all steps in all allowed orders; returns the number of states."""
+    """Take all steps in all allowed orders, and return the number of states."""
     nothing = tuple(frozenset[int]() for _ in threads)
     waiting = [(start, nothing)]
     visited = set()
@@ -56,7 +56,7 @@ def number(state: State, name: str) -> int:
 
 
 def cell_writer(me: str, publications: int, broken: str) -> list[Step]:
-    """Claim, store words, publish; a publication whose compare-and-swap fails changes nothing.
+    """Return the steps of a writer: claim, store words, publish. A failed one has no effect.
 
     As in the C code, the writer remembers the version that it claimed, so a writer whose claim was
     taken over continues with its old version. The process `dead` takes no more steps.
@@ -160,7 +160,7 @@ def cell_reader(broken: str) -> list[Step]:
 
 
 def event(name: str, who: str) -> list[Step]:
-    """At any time `who` dies, or leaves the group (and may still be writing)."""
+    """Return the step in which `who` dies, or leaves the group and may still be writing."""
 
     def happens(state: State) -> bool:
         state[name] = who

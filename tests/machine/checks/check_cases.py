@@ -30,7 +30,7 @@ def cluster(*machines: Machine, ranks: tuple[RankObservation, ...] = (), **probe
 
 
 def problems(checked: Cluster) -> list[Finding]:
-    """The warnings and failures."""
+    """Return the warnings and failures."""
     return [each for each in run_checks(checked) if each.status in ("warn", "fail")]
 
 
@@ -43,7 +43,7 @@ def summaries(findings: list[Finding]) -> set[tuple[str, str, str]]:
 
 
 def change(value: Any, **changes: Any) -> Any:
-    """A copy with changed fields; `a__b` changes field b of field a."""
+    """Return a copy with changed fields; `a__b` changes field b of field a."""
     for path, new in changes.items():
         name, _, rest = path.partition("__")
         value = replace(
@@ -55,7 +55,7 @@ def change(value: Any, **changes: Any) -> Any:
 def change_first(
     items: tuple[Any, ...], matches: Callable[[Any], bool], **changes: Any
 ) -> tuple[Any, ...]:
-    """The items with the first match changed."""
+    """Return the items with the first match changed."""
     index = next(index for index, each in enumerate(items) if matches(each))
     return (*items[:index], change(items[index], **changes), *items[index + 1 :])
 

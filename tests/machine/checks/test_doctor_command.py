@@ -157,7 +157,7 @@ needs_tc = pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (ipro
 
 
 def problems_between(hosts: tuple[Host, ...], file: Path, *flags: str) -> list[dict[str, str]]:
-    """Start one rank on each host without a launcher; returns warnings and failures."""
+    """Start one rank on each host without a launcher, and return warnings and failures."""
     world = clean_environment() | {
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
         "WORLD_SIZE": str(len(hosts)),

@@ -58,12 +58,12 @@ def versions(machine: Machine, **changed: str) -> Cluster:
 
 
 def two_hosts(machine: Machine, **changes: object) -> tuple[Machine, Machine]:
-    """The second host is changed."""
+    """Return two hosts, of which the second is changed."""
     return replace(machine, host="n0"), change(replace(machine, host="n1"), **changes)
 
 
 def three_hosts(machine: Machine, **changes: object) -> Cluster:
-    """The second host is changed."""
+    """Return a cluster whose second host is changed."""
     return cluster(*two_hosts(machine, **changes), replace(machine, host="n2"))
 
 
@@ -102,7 +102,7 @@ def nccl_conf_differs() -> Cluster:
 
 
 def slow_default_route() -> Machine:
-    """The default route has 1 Gbit/s, an unused interface 100 Gbit/s; no RDMA."""
+    """Return a cluster without RDMA: the default route has 1 Gbit/s, an unused NIC 100 Gbit/s."""
     machine = nic(replace(PCIE_BOX, rdma=()), "eno1", speed_mbps=1000, default_route=True)
     return nic(machine, "ens1np0", speed_mbps=100000, families=("ipv4",), rdma="")
 

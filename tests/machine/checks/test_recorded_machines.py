@@ -109,7 +109,7 @@ def hosts(count: int, machine: Machine = PLAIN) -> list[Machine]:
 
 
 def differences(machines: list[Machine]) -> list[Finding]:
-    """The findings of agreement.* with one rank on each host."""
+    """Return the findings of agreement.* with one rank on each host."""
     ranks = tuple(RankObservation(rank, rank, each) for rank, each in enumerate(machines))
     found = problems_of(*machines, ranks=ranks)
     return [each for each in found if each.id.startswith("agreement.")]

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def h100_nvswitch() -> Machine:
-    """Eight H100 SXM behind four NVSwitches; each GPU shares a PCIe switch with its own NIC."""
+    """Return eight H100 SXM behind four NVSwitches. Each GPU shares a PCIe switch with a NIC."""
     nodes = numa([("0-55,112-167", 1024), ("56-111,168-223", 1024)], 21)
     nic_buses = [0x18, 0x40, 0x4F, 0x5E, 0x9A, 0xC0, 0xCE, 0xDC]
     pci, gpus, ports, nics = [], [], [], []
@@ -88,7 +88,7 @@ def h100_nvswitch() -> Machine:
 
 
 def pcie_box() -> Machine:
-    """Four L40S without NVLink: two below one root port, two below a root port each."""
+    """Return four L40S without NVLink: two below one root port, two below a root port each."""
     nodes = numa([("0-31,64-95", 256), ("32-63,96-127", 256)], 32)
     root = ("pci0000:c0", *ports_of((0xC0, 1), (0xC1, 0)))
     near = (*root, *ports_of((0xC2, 0), (0xC3, 0)))  # a second switch below the first
@@ -138,7 +138,8 @@ def pcie_box() -> Machine:
 
 
 def degraded_nvlink() -> Machine:
-    """Eight A100 SXM with six NVSwitches, four NUMA nodes per socket; NVLink 7 of GPU 3 is down."""
+    """Return eight A100 SXM with six NVSwitches and four NUMA nodes per socket. NVLink 7 of GPU 3
+    is down."""
     cpus = [f"{16 * i}-{16 * i + 15},{128 + 16 * i}-{128 + 16 * i + 15}" for i in range(8)]
     nodes = tuple(
         NumaNode(
@@ -205,7 +206,7 @@ def degraded_nvlink() -> Machine:
 
 
 def vm_hidden_pcie() -> Machine:
-    """A virtual machine with four A10 that hides PCI paths and NUMA nodes."""
+    """Return a virtual machine with four A10 that hides PCI paths and NUMA nodes."""
     hidden = "/sys/bus/pci/devices is empty or does not exist"
     gpus = [
         replace(
@@ -260,7 +261,7 @@ def vm_hidden_pcie() -> Machine:
 
 
 def roce_host(host: str) -> Machine:
-    """Four H100 SXM with six NVLinks between each two and one 400 Gb/s RoCE port each."""
+    """Return four H100 SXM with six NVLinks per pair and one 400 Gb/s RoCE port each."""
     nodes = numa([("0-47,96-143", 512), ("48-95,144-191", 512)], 21)
     buses = [0x1A, 0x3A, 0x9A, 0xBA]
     addresses = [f"0000:{bus + 3:02x}:00.0" for bus in buses]
@@ -294,7 +295,7 @@ def roce_host(host: str) -> Machine:
 
 
 def bad_port(host: Machine) -> Machine:
-    """The port of mlx5_2 runs at a quarter of its rate and counts errors."""
+    """Return the host with a bad port: the port of mlx5_2 has a quarter of its rate, and errors."""
     counters = host.rdma[2].counters | {
         "symbol_error": 48211,
         "link_error_recovery": 37,
@@ -313,7 +314,7 @@ def bad_port(host: Machine) -> Machine:
 
 
 def cpu_only() -> Machine:
-    """A small virtual machine: two CPUs, one NUMA node, a virtio NIC, no GPU."""
+    """Return a small virtual machine: two CPUs, one NUMA node, a virtio NIC, no GPU."""
     nodes = numa([("0-1", 16)], 10)
     path = ("pci0000:00", "0000:00:03.0")
     pci = [

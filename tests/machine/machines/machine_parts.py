@@ -57,7 +57,7 @@ def devices(
     width: int = 16,
     driver: str = "mlx5_core",
 ) -> list[PciDevice]:
-    """The devices at the ends of these paths, and the bridges above them."""
+    """Return the devices at the ends of these paths, and the bridges above them."""
     drivers = {"gpu": "nvidia", "nvswitch": "nvidia-nvswitch", "nic": driver, "bridge": "pcieport"}
     makers = {"mlx5_core": "0x15b3", "ixgbe": "0x8086", "bnxt_en": "0x14e4", "virtio-pci": "0x1af4"}
     vendors = {"gpu": "0x10de", "nvswitch": "0x10de", "nic": makers[driver], "bridge": "0x1000"}
@@ -163,7 +163,7 @@ def gpu(
     clocks: Clocks,
     watts: tuple[float, float],
 ) -> Accelerator:
-    """A healthy idle GPU."""
+    """Return a healthy idle GPU."""
     return Accelerator(
         index=index,
         name=name,
@@ -302,7 +302,7 @@ def machine(
     p2p: str = "OK",
     unknown: dict[str, str] | None = None,
 ) -> Machine:
-    """A healthy, correctly configured host with these parts."""
+    """Return a healthy, correctly configured host with these parts."""
     total = sum(each.memory_bytes or 0 for each in numa)
     ports = {each.device: each for each in rdma}
     netdevs = {each.rdma: each.name for each in nics if each.rdma}
