@@ -41,7 +41,7 @@ class Topo:
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Show the hosts in this file, which --record wrote, instead of this host."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start. A launcher's ranks take precedence."""
+    """Number of local ranks to start. A launcher's own ranks are used instead."""
     start_timeout: float = START_TIMEOUT
     """Seconds to wait until all ranks have started."""
 

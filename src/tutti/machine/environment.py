@@ -152,7 +152,7 @@ def read_product(files: SysFiles) -> str | None:
 
 
 def read_virtualisation(files: SysFiles) -> str | None:
-    """Return the name of the hypervisor, or "none". On x86, a CPU flag shows a hypervisor."""
+    """Return the name of the hypervisor, or "none". On x86, a CPU flag indicates one."""
     flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
     name = next(

@@ -96,9 +96,9 @@ class Accelerator:
     pcie: PcieLink | None
     pcie_replays: int | None
     nvlinks: tuple[NvLink, ...] | None
-    """() if the GPU has no NVLink."""
+    """The NVLinks; () if the GPU has none."""
     fabric_state: str | None
-    """State of the NVSwitch fabric: not_supported, not_started, in_progress, completed."""
+    """State of the NVSwitch fabric: not_supported, not_started, in_progress or completed."""
     fabric_healthy: bool | None
     clocks: Clocks
     temperature_c: int | None
@@ -108,11 +108,11 @@ class Accelerator:
     default_power_limit_w: float | None
     ecc: Ecc
     recovery_action: str | None
-    """none, gpu_reset, node_reboot, drain_p2p, drain_and_reset."""
+    """none, gpu_reset, node_reboot, drain_p2p or drain_and_reset."""
     persistence: bool | None
     mig: bool | None
     compute_mode: str | None
-    """default, exclusive_process, prohibited."""
+    """default, exclusive_process or prohibited."""
 
     @property
     def active_nvlinks(self) -> list[NvLink]:

@@ -80,7 +80,7 @@ def catalogue() -> Catalogue:
 
 
 def accelerator(device_name: str) -> AcceleratorSpec | None:
-    """Return the specification of a device by the driver's name of it, or None if unknown."""
+    """Return the specification for a name that the driver reports, or None if it is unknown."""
     for spec in catalogue().accelerators:
         if spec.name in device_name and not any(part in device_name for part in spec.without):
             return spec

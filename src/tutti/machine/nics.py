@@ -20,7 +20,7 @@ class Nic:
     name: str
     kind: NicKind
     driver: str | None
-    """"" if no driver is bound."""
+    """The name of the driver; "" if no driver is bound."""
     state: str | None
     carrier: bool | None
     speed_mbps: int | None
@@ -55,9 +55,9 @@ class RdmaPort:
     link_layer: str | None
     """InfiniBand, or Ethernet for RoCE."""
     state: str | None
-    """ACTIVE, DOWN, INIT, ARMED."""
+    """ACTIVE, DOWN, INIT or ARMED."""
     physical_state: str | None
-    """LinkUp, Disabled, Polling."""
+    """LinkUp, Disabled or Polling."""
     rate_gbps: float | None
     rate: str | None
     """The rate in the kernel's format: 400 Gb/sec (4X NDR)."""

@@ -31,7 +31,7 @@ class PciDevice:
     """The root complex (pci0000:15), the bridges and the device itself."""
     vendor: str | None
     driver: str | None
-    """"" if no driver is bound."""
+    """The name of the driver; "" if no driver is bound."""
     numa_node: int | None
     local_cpus: str | None
     link: PcieLink | None

@@ -40,5 +40,5 @@ def relative_range(values: Sequence[float]) -> float | None:
 
 
 def round_significant(value: float, digits: int = 5) -> float:
-    """Return the value rounded to significant digits, so that small values keep as many digits."""
+    """Return the value rounded to this number of significant digits."""
     return float(f"{value:.{digits}g}")

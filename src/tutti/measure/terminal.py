@@ -27,7 +27,7 @@ def text_width(stream: TextIO | None = None) -> int:
 
 
 def wrap_line(line: str, width: int, indent: str = "#   ") -> Iterator[str]:
-    """Yield the lines of a line wrapped at `width`. Continuation lines start with `indent`."""
+    """Yield a line wrapped at `width`. Continuation lines start with `indent`."""
     if len(line) <= width:
         yield line
         return

@@ -431,7 +431,7 @@ class AdapterStore(Structure):
         core.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
-        """Return the newest copy. Of equal versions, the copy on the nearest next rank is taken."""
+        """Return the newest copy. Of equal versions, prefer this rank's, then the next rank's."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._search_consistently(
             ranks, lambda: [c for rank in ranks for c in self._copies_on(rank, name)]

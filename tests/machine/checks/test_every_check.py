@@ -102,7 +102,7 @@ def nccl_conf_differs() -> Cluster:
 
 
 def slow_default_route() -> Machine:
-    """Return a cluster without RDMA: the default route has 1 Gbit/s, an unused NIC 100 Gbit/s."""
+    """Return a machine without RDMA: the default route has 1 Gbit/s, an unused NIC 100 Gbit/s."""
     machine = nic(replace(PCIE_BOX, rdma=()), "eno1", speed_mbps=1000, default_route=True)
     return nic(machine, "ens1np0", speed_mbps=100000, families=("ipv4",), rdma="")
 

@@ -57,7 +57,7 @@ class Traffic:
         return sorted(self.bytes / seconds / 1e9 for seconds in self.seconds.get(flow, ()))
 
     def total_speeds(self, flows: Sequence[Flow] | None = None) -> list[float]:
-        """Return the total GB/s of all flows, or of `flows`, in the slowest flow's time."""
+        """Return the total GB/s in each pass: the bytes of all flows / the slowest flow's time."""
         samples = [self.seconds.get(flow, []) for flow in flows or self.flows]
         slowest = [max(times) for times in zip(*samples, strict=True)]
         return sorted(len(samples) * self.bytes / seconds / 1e9 for seconds in slowest)

@@ -88,8 +88,7 @@ class PairedRuns:
             pair.close()
 
     def _compare_results(self, pair: Pair) -> str:
-        """Call both sides once, and return how their results differ, with the same text on all
-        ranks."""
+        """Call both sides once. Return how their results differ, as the same text on all ranks."""
         results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
         error = self.control.max_over_ranks([difference(*results)])[0]
         if error == 0:

@@ -295,7 +295,7 @@ class CpuMemory:
 def _open_segments(
     rendezvous: HeapRendezvous, core: Any, segment_bytes: int, bytes: int, signals: int
 ) -> list[Any]:
-    """Return the segments of all ranks, in rank order. All ranks raise the same error.
+    """Return the segments of all ranks, in rank order, or raise the same error on all ranks.
 
     Two ranks share a host if one can open the other's segment and reads from it the random number
     that the other wrote.

@@ -220,7 +220,7 @@ class CudaMemory:
     # ---- Order and barriers ----
 
     def fence(self) -> None:
-        """Nothing to do: a stream keeps its order, and every signal is a system-scope release."""
+        """Do nothing: a stream keeps its order, and every signal is a system-scope release."""
 
     def quiet(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
@@ -283,7 +283,7 @@ class CudaMemory:
     def _launch_barrier(
         self, table: int, rank: int, size: int, arrivals: int, count: int, timeout: float, what: str
     ) -> None:
-        """cuda_kernels.stream_barrier explains the arguments."""
+        """Launch cuda_kernels.stream_barrier, which documents the arguments."""
         limit, failed = int(timeout * 1e9), self._failed.data_ptr()
         number = self._wait_number(f"{timeout:g} s for all ranks in {what}")
         words = (table, rank, size, arrivals, count)

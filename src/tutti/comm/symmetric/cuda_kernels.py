@@ -103,7 +103,7 @@ def _add_rows(table, rows, values, columns, BLOCK: tl.constexpr):
 
 
 def add_rows(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """table[rows[i]] += values[i], each element atomically between all GPUs that map the table."""
+    """Add values[i] to table[rows[i]]. Each element is added atomically between all GPUs."""
     columns = table.shape[1]
     grid = (len(rows), triton.cdiv(columns, _BLOCK))
     _add_rows[grid](table, rows.contiguous(), values.contiguous(), columns, BLOCK=_BLOCK)

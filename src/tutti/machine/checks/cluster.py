@@ -91,11 +91,11 @@ class ProbeResults:
     connections: tuple[Connection, ...] | None = None
     clock_offsets: tuple[ClockOffset, ...] | None = None
     compute: tuple[MeasuredRate, ...] | None = None
-    """FLOP/s."""
+    """Rates in FLOP/s."""
     bandwidth: tuple[MeasuredRate, ...] | None = None
-    """Bytes read plus written per second."""
+    """Rates in bytes read plus bytes written per second."""
     links: tuple[MeasuredRate, ...] | None = None
-    """Bytes per second in one direction."""
+    """Rates in bytes per second in one direction."""
     copies: tuple[tuple[GpuCopy, ...] | None, ...] | None = None
     """The copies of each host; None for a host with fewer than two GPUs."""
     all_reduce: tuple[str, ...] | None = None
@@ -119,7 +119,7 @@ class Cluster:
     """The input of all checks."""
 
     machines: tuple[Machine, ...]
-    """One per host."""
+    """One machine per host."""
     ranks: tuple[RankObservation, ...] = ()
     """All ranks; () if no world was started."""
     probes: ProbeResults = field(default_factory=ProbeResults)

@@ -135,7 +135,7 @@ _ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
 
 
 def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
-    """Yield the lines of the report, wrapped at `width` columns; the last lines are a summary.
+    """Yield the lines of the report, wrapped at `width` columns. The last lines are a summary.
 
     The report lists failures and warnings; with `show_all`, it lists all findings.
     """
