@@ -120,7 +120,7 @@ def test_the_newest_trace_of_a_rank_is_explained(tmp_path: Path) -> None:
     explanation = explain(files)
 
     assert [trace.path.name for trace in explanation.traces] == ["a0.json", "a1.json"]
-    assert any(note.startswith("b0.json, b1.json omitted") for note in explanation.notes)
+    assert any(note.startswith("b0.json, b1.json are not used") for note in explanation.notes)
 
 
 def test_traces_without_a_rank_get_the_free_ranks(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tutti.report.page import (
     select,
     show,
 )
-from tutti.report.plot import MOST_POINTS, Figure, log_axis, thin
+from tutti.report.plot import MAX_POINTS, Figure, log_axis, thin
 from tutti.report.sources import ReportSources, Result, Run, read_sources
 from tutti.report.summary import tiles
 from tutti.world.errors import UsageError
@@ -122,7 +122,7 @@ def test_scaling_losses_add_up_and_a_forecast_is_labelled() -> None:
     assert _column(efficiency, "is") == ["measured"] * 3 + ["forecast"] * 3
     dashed = [trace for trace in efficiency.traces if trace["line"].get("dash") == "dash"]
     assert [trace["name"] for trace in dashed] == ["forecast"]
-    assert "below 90 % with 4, 80 % with 8, 50 % with 32 ranks" in efficiency.about
+    assert "below 90 % with 4, 80 % with 8, 50 % with 32 ranks" in efficiency.description
 
 
 def test_the_values_of_a_sweep_are_compared() -> None:
@@ -259,7 +259,7 @@ def test_a_result_with_missing_keys_loses_only_its_figure(tmp_path: Path) -> Non
 
     page = build_page(ReportSources(runs=[run], results=[bad, *read_sources([SCALE]).results]))
 
-    assert "Collectives of bad: a part is left out" in page
+    assert "Collectives of bad: a part is omitted" in page
     assert "Lost efficiency by cause" in page
 
 
@@ -273,11 +273,11 @@ def test_text_from_a_file_cannot_end_the_script_or_become_a_tag(tmp_path: Path) 
 
 
 def test_long_curves_are_reduced_to_means() -> None:
-    points = [(float(step), float(step % 2)) for step in range(10 * MOST_POINTS)]
+    points = [(float(step), float(step % 2)) for step in range(10 * MAX_POINTS)]
 
     thinned = thin(points)
 
-    assert len(thinned) == MOST_POINTS
+    assert len(thinned) == MAX_POINTS
     assert {y for _, y in thinned} == {0.5}
     assert thin(points[:10]) == points[:10]
 

@@ -56,7 +56,7 @@ def test_a_learning_rate_sweep_is_shown_as_losses(tmp_path: Path) -> None:
     }
     page = build_page(sources)
     assert "Of 3 learning rates with 2 ranks, 0.1 has the lowest final loss: 0.25" in page
-    assert "a part is left out" not in page
+    assert "a part is omitted" not in page
 
 
 def test_latency_is_unknown_with_one_message_size() -> None:
@@ -65,4 +65,4 @@ def test_latency_is_unknown_with_one_message_size() -> None:
 
     fitted = next(fig for fig in scaling(result) if fig.title.startswith("Time of"))
 
-    assert "latency unknown" in fitted.about
+    assert "latency unknown" in fitted.description

@@ -194,12 +194,12 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
                 cure = ", or --mode weak" if batch else ""
                 raise UsageError(f"with {ranks} ranks{shared}: {error}{cure}") from None
 
-    def extra_words(run: PlannedRun, folder: Path) -> list[str]:
+    def extra_arguments(run: PlannedRun, folder: Path) -> list[str]:
         return [*extra_flags(run.ranks, run.flags), "--out", str(folder)]
 
     command = [sys.executable, "-m", "tutti", "train", *flags, *options.device_flags()]
     job = Job(tuple(command), ends=True, device=options.device, ranks_per_gpu=options.ranks_per_gpu)
-    return _measure(options, sizes, job, mode, extra_words, sweep)
+    return _measure(options, sizes, job, mode, extra_arguments, sweep)
 
 
 def _sweep_learning_rates(
@@ -227,14 +227,14 @@ def _measure(
     sizes: list[int],
     job: Job,
     mode: Mode,
-    extra_words: Callable[[PlannedRun, Path], Sequence[str]],
+    extra_arguments: Callable[[PlannedRun, Path], Sequence[str]],
     sweep: Sequence[dict[str, str]] = ({},),
 ) -> int:
     """Execute all runs, then print and write the results."""
     out = options.new_directory()
     job.check(sizes)
     print(job.describe(sizes), file=sys.stderr)
-    series = scale_runs.RunSeries(job, options.schedule(), out, extra_words)
+    series = scale_runs.RunSeries(job, options.schedule(), out, extra_arguments)
     series.execute(scale_runs.plan_runs(sizes, options.repeats, sweep))
     if series.runs:
         width = text_width(sys.stdout)

@@ -184,7 +184,7 @@ def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[R
         newest[trace.rank] = trace
     if older:
         names = ", ".join(sorted(older))
-        notes.append(f"{names} omitted, because newer traces of the same ranks were found")
+        notes.append(f"{names} are not used, because newer traces of the same ranks were found")
     if without_rank:
         notes.append("some traces do not name their rank, so ranks are assigned in file order")
     free = [rank for rank in range(len(traces)) if rank not in newest]

@@ -4,9 +4,9 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
 const system = matchMedia("(prefers-color-scheme: dark)");
 const phone = matchMedia("(max-width: 519px)");
-let chosen = null; // the theme chosen with the button; null: follow the system
+let chosen = null; // the theme chosen with the button, or null to follow the system
 
-// Data and layout of a figure in the colours of the theme and for the width of the page.
+// Returns data and layout of a figure in the colours of the theme and for the width of the page.
 function themed(figure) {
   const css = getComputedStyle(root);
   const [ink, soft, line, card, heat, cold] = ["ink", "soft", "line", "card", "heat", "cold"].map(
@@ -53,7 +53,7 @@ function themed(figure) {
   return [data, layout];
 }
 
-// On a phone long labels would leave no space for the plot; the table has them in full.
+// On a phone long labels would leave no space for the plot. The table has them in full.
 function shortened(figure) {
   const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
   const short = (name) => name.length > 20 ? name.slice(0, 19) + "…" : name;
@@ -69,7 +69,7 @@ function draw() {
   }
 }
 
-// The theme attribute is always set; pictures and plots use its colours.
+// The theme attribute is always set. Pictures and plots use its colours.
 const button = document.getElementById("theme");
 function setTheme(theme) {
   root.dataset.theme = theme;
@@ -104,7 +104,7 @@ for (const head of document.querySelectorAll("th")) {
   });
 }
 
-// Copied numbers have all digits; the numbers on the page are rounded.
+// Copied numbers have all digits, but the numbers on the page are rounded.
 for (const copy of document.querySelectorAll(".copy")) {
   copy.addEventListener("click", async () => {
     const table = copy.parentNode.querySelector("table");
@@ -124,7 +124,7 @@ for (const copy of document.querySelectorAll(".copy")) {
   });
 }
 
-// Printing: light theme, fixed width, tables open.
+// A printed page has the light theme, a fixed width and open tables.
 let opened = [];
 addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not(.long):not([open])")];

@@ -1,6 +1,6 @@
-"""Builds the page: one HTML file that requests nothing from the network.
+"""Builds the page, which is one HTML file that requests nothing from the network.
 
-Text from a file cannot run as code: the template escapes all text, figures are embedded as JSON
+Text from a file cannot run as code. The template escapes all text, figures are embedded as JSON
 that cannot close its script tag, and the page's content security policy allows no requests and only
 the two scripts whose hashes it lists.
 """
@@ -26,8 +26,8 @@ from tutti.report.sources import ReportSources
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
-# Title, selected sources (see `select`), and the functions that make figures of each source. To add
-# a figure, write a generator and list it here.
+# (title, kind of sources (see `select`), functions that make figures of each source). To add a
+# figure, write a generator and list it here.
 SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...] = (
     ("Runs", "runs", (training_curves.runs_table, training_curves.step_comparison)),
     ("Training", "runs", (training_curves.loss, training_curves.throughput)),
@@ -57,12 +57,12 @@ SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...
 )
 # Tables with more rows stay collapsed when the page is printed.
 _LONG_TABLE = 60
-# Errors caused by a damaged or older file: its figure is left out, and a note reports that.
+# Errors caused by a damaged or older file. Its figure is omitted, and a note reports that.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
 def select(sources: ReportSources, kind: str) -> Sequence[Any]:
-    """Return the sources of a section; `kind` is a word or the schemas of result files."""
+    """Return the sources of a section. `kind` is runs, profiled, all, other, or schemas."""
     if kind == "runs":
         return [sources.runs]
     if kind == "profiled":
@@ -80,8 +80,8 @@ def check_installed() -> None:
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
-                f"tutti report needs {package}, which is not installed: "
-                "pip install 'tutti-torch[report]'"
+                f"tutti report needs {package}, which is not installed. "
+                "Run pip install 'tutti-torch[report]'."
             )
 
 
@@ -150,7 +150,7 @@ def _without_damage(
         yield from make(source)
     except _DAMAGE as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        notes.append(f"{what}: a part is left out, the file has an unexpected format: {reason}")
+        notes.append(f"{what}: a part is omitted, because the file is damaged or old ({reason})")
 
 
 def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -160,7 +160,7 @@ def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def show(cell: Any) -> str:
-    """Return a table cell as text: four digits, no exponent if possible."""
+    """Return a table cell as text. Numbers have four digits, without an exponent if possible."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -177,7 +177,7 @@ def show(cell: Any) -> str:
 
 
 def script_json(content: Any) -> str:
-    """Return JSON that cannot end its script tag: `</script>` and `<!--` cannot occur."""
+    """Return JSON that cannot end its script tag, because `</script>` and `<!--` cannot occur."""
     text = json.dumps(content, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

@@ -1,7 +1,7 @@
-"""Figure: a plot or a picture with a table of its numbers; colours, axes, common plotly traces.
+"""Figures (a plot or a picture with a table of its numbers), colours, axes and plotly traces.
 
 Plots are plain dictionaries for plotly.js. All text is escaped before the page is written, except
-templates (`hovertemplate`, `texttemplate`), in which plotly interprets tags: templates never
+templates (`hovertemplate`, `texttemplate`), in which plotly interprets tags. Templates never
 contain text from files.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from tutti.measure.units import format_bytes
 
-# The maximum number of points of a curve and rows of its table: the page stays small and printable.
-MOST_POINTS = 400
+# Maximum number of points in a curve and of rows in its table, so that the page stays small.
+MAX_POINTS = 400
 
-# As in colours.toml, for marks that are neither a part of a step nor a loss.
+# Colours for marks that are neither a part of a step nor a loss, with values as in colours.toml.
 BLUE, SKY, ORANGE, VERMILION = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 GREEN, PURPLE, GREY = "#009e73", "#cc79a7", "#7d8590"
 _STYLE = tomllib.loads(Path(__file__).with_name("colours.toml").read_text())
@@ -35,14 +35,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Unrounded numbers; `head` names the units. The page sorts by value and rounds for display."""
+    """A table of unrounded numbers. The page rounds them. `head` has the titles with units."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
     @property
     def numeric(self) -> list[bool]:
-        """Return whether each column holds only numbers."""
+        """Whether each column holds only numbers."""
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
         kinds = ({type(cell) for cell in column} for column in columns)
         return [kind <= {int, float, type(None)} for kind in kinds]
@@ -50,24 +50,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot or pictures, with a table; without traces and pictures, only the table is shown."""
+    """A plot or pictures, with a table. Without traces and pictures, only the table is shown."""
 
     title: str
-    about: str
+    description: str
     table: Table
     traces: Sequence[dict[str, Any]] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[str, str] | None = None
     """An SVG for light pages, and one for dark pages."""
-    half: bool = False
+    half_width: bool = False
     """Whether the figure has half the width of a wide page."""
 
 
 def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
     """Return the value of `source` in each row.
 
-    A source is a path such as `time_us.p50` or `spread.0`, with a factor as in `100*share`; a path
-    that ends in `?` may be missing.
+    A source is a path such as `time_us.p50` or `spread.0`. It may have a factor, as in `100*share`.
+    A path that ends in `?` may be missing.
     """
     factor, _, path = source.rpartition("*")
     optional = path.endswith("?")
@@ -84,7 +84,10 @@ def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: str) -> Table:
-    """Return a table with `columns` such as `ranks, step ms=1e3*step_s.mean`: title=source."""
+    """Return a table. `columns` lists `source` or `title=source`, separated by commas.
+
+    An example of `columns` is "ranks, step ms=1e3*step_s.mean".
+    """
     pairs = [text.partition("=") for text in columns.split(", ")]
     values = [column(rows, source or title) for title, _, source in pairs]
     return Table([title.removesuffix("?") for title, *_ in pairs], list(zip(*values, strict=True)))
@@ -100,14 +103,15 @@ def figure(
 ) -> Figure:
     """Return a figure with the texts of figures.toml, into which `words` are inserted."""
     texts = _TEXTS[key]
-    title, about, columns = (texts[k].format(**words) for k in ("title", "about", "columns"))
-    half = texts.get("half", False)
+    keys = ("title", "description", "columns")
+    title, description, columns = (texts[name].format(**words) for name in keys)
+    half_width = texts.get("half_width", False)
     numbers = table(rows, columns)
-    return Figure(title, about.strip(), numbers, traces, layout or {}, pictures, half)
+    return Figure(title, description.strip(), numbers, traces, layout or {}, pictures, half_width)
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
+    """Return a count with its noun, such as `1 rank` or `2 ranks`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
@@ -155,9 +159,9 @@ def bar(
 def curve(
     name: str, number: int, x: Sequence[Any], y: Sequence[Any], hover: str = "", **more: Any
 ) -> dict[str, Any]:
-    """Points joined by lines, in the colour and with the symbol of series `number`.
+    """Return points joined by lines, in the colour and with the symbol of series `number`.
 
-    `hover` is a plotly template; without one plotly shows both coordinates.
+    `hover` is a plotly template. Without one, plotly shows both coordinates.
     """
     colour = _SERIES_COLOURS[number % len(_SERIES_COLOURS)]
     symbol = _SYMBOLS[number % len(_SYMBOLS)]
@@ -176,7 +180,7 @@ def heatmap(
     unit: str,
     hover: str,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return traces and layout; the numbers of a small matrix are printed in the cells."""
+    """Return (traces, layout). The numbers of a small matrix are printed in the cells."""
     trace = {
         "type": "heatmap",
         "x": columns,
@@ -200,7 +204,7 @@ def heatmap(
 
 
 def bar_layout(title: str, height: float, **more: Any) -> dict[str, Any]:
-    """The layout of horizontal bars: the first label at the top, `title` below the values."""
+    """Return the layout of horizontal bars, with the first label at the top."""
     labels = {"autorange": "reversed", "type": "category"}
     return {"height": height, "xaxis": axis(title), "yaxis": labels, **more}
 
@@ -251,7 +255,7 @@ def size_curves(
     """Return traces and layout of a value over message size, with a line for each group of rows.
 
     Both axes are logarithmic. Ticks are at message sizes that occur, such as 64 KiB. A value of 0
-    is left out, because it has no logarithm.
+    is omitted, because it has no logarithm.
     """
     values = {name: [value or None for value in column(lines[name], source)] for name in lines}
     sizes = {row["bytes"] for rows in lines.values() for row in rows if row["bytes"]}
@@ -288,7 +292,7 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most MOST_POINTS points, each the mean of the same number of neighbours."""
-    size = max(1, -(-len(points) // MOST_POINTS))
+    """Return at most MAX_POINTS points, each the mean of the same number of neighbours."""
+    size = max(1, -(-len(points) // MAX_POINTS))
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]

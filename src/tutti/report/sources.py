@@ -1,4 +1,4 @@
-"""Find and read the sources of a page: run directories, scaling folders, result files.
+"""Finds and reads the sources of a page: run directories, scaling folders, result files.
 
 A path that the user names must exist and be a file or folder of tutti. Inside a run directory files
 may be missing. A damaged file is not shown, and a note on the page names it.
@@ -22,29 +22,29 @@ ACCEPTED = (
     "a run directory of `tutti train`, a folder of `tutti profile` or `tutti scale`, "
     "or a file written by --json"
 )
-# A trace begins with one of these keys: its events, which may be gigabytes, are not read.
+# A trace begins with one of these keys, so its events, which may be gigabytes, are not read.
 _TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
 @dataclass
 class Run:
-    """One training run or one profiled program; absent parts are empty."""
+    """One training run or one profiled program. Absent parts are empty."""
 
     name: str
-    """Unique on the page."""
+    """A name that is unique on the page."""
     path: Path
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Flattened, with keys such as `optimization.lr`."""
+    """The flattened recipe, with keys such as `optimization.lr`."""
     summary: dict[str, Any] = field(default_factory=dict)
     started: dict[str, Any] = field(default_factory=dict)
-    """environment.json: command, environment, world, git."""
+    """The content of environment.json: command, environment, world, git."""
     metrics: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """The rows of each rank."""
     profile: dict[str, Any] | None = None
     explanation: Explanation | None = None
     """None if there is only the JSON of a profile, which has no intervals."""
     in_detail: bool = True
-    """Whether the steps are shown: in a scaling folder, only for the runs with the most ranks."""
+    """Whether the steps are shown. In a scaling folder, only runs with the most ranks are shown."""
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
@@ -95,7 +95,7 @@ class ReportSources:
 
 
 def read_sources(paths: Sequence[Path]) -> ReportSources:
-    """Read all paths. Raise UsageError for a path with nothing to report."""
+    """Return the content of all paths. Raise UsageError for a path with nothing to report."""
     names = [path.resolve().name if path.is_dir() else path.stem for path in paths]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     sources = ReportSources(", ".join(names[:3]) + rest)
@@ -106,8 +106,8 @@ def read_sources(paths: Sequence[Path]) -> ReportSources:
         else:
             _read_file(path, sources)
         if len(sources.all) == count:
-            raise UsageError(f"{path} has nothing to report: give {ACCEPTED}")
-    # Equal names get the names of their folders; names that are still equal get a number.
+            raise UsageError(f"{path} has nothing to report. Use {ACCEPTED}.")
+    # Equal names get the names of their folders. Names that are still equal get a number.
     count_of = Counter(source.name for source in sources.all)
     for source in sources.all:
         if count_of[source.name] > 1:
@@ -129,9 +129,9 @@ def _read_file(path: Path, sources: ReportSources) -> None:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}: give {ACCEPTED}") from None
+        raise UsageError(f"{path} is not JSON ({error}). Use {ACCEPTED}.") from None
     if not _add_result(path, content, sources):
-        raise UsageError(f"{path} has no tutti `schema`: give {ACCEPTED}")
+        raise UsageError(f"{path} has no tutti `schema`. Use {ACCEPTED}.")
 
 
 def _read_directory(path: Path, sources: ReportSources) -> None:
@@ -145,7 +145,7 @@ def _read_directory(path: Path, sources: ReportSources) -> None:
                 continue
             content = json.loads(file.read_text())
         except (OSError, ValueError) as error:
-            sources.notes.append(f"{file} is left out: {error}")
+            sources.notes.append(f"{file} is omitted: {error}")
             continue
         schema = _add_result(file, content, sources, skip_profile=(path / "traces").is_dir())
         if schema == "tutti.scale":
@@ -157,7 +157,7 @@ def _add_result(
 ) -> str | None:
     """Add a result file to the sources and return its schema, or None if it has none.
 
-    skip_profile: the profile is beside the traces from which it was made, so it adds nothing.
+    With `skip_profile`, a profile is ignored, because it is beside the traces that it describes.
     """
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, str) or not schema.startswith("tutti."):
@@ -224,7 +224,7 @@ def _read_object(
     try:
         content = parse(path.read_text())
     except (OSError, ValueError) as error:
-        sources.notes.append(f"{path} is left out: {error}")
+        sources.notes.append(f"{path} is omitted: {error}")
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -239,7 +239,7 @@ def _read_metrics(path: Path, sources: ReportSources) -> list[dict[str, Any]]:
             except (ValueError, AttributeError):
                 damaged += 1
     if damaged:
-        sources.notes.append(f"{path}: {damaged} damaged lines are left out")
+        sources.notes.append(f"{path}: {damaged} damaged lines are omitted")
     return rows
 
 
@@ -248,7 +248,7 @@ def _traces_in(path: Path) -> list[Path]:
 
 
 def _is_trace(path: Path) -> bool:
-    """Return whether a file is the trace of one rank, from its first bytes.
+    """Return whether the first bytes of a file are those of the trace of one rank.
 
     Every gzipped file counts as a trace.
     """
@@ -263,7 +263,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one, with keys such as `time_us.p50`."""
+    """Return nested dictionaries as one dictionary, with keys such as `time_us.p50`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The beginning of a page: a summary in sentences, and a few large numbers."""
+"""The beginning of a page, which has a summary in sentences and a few large numbers."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -17,11 +17,11 @@ LOST_PARTS = {
     "input": "waiting for input",
     "host_gap": "gaps",
 }
-_MOST_RUNS = 3  # if there are more runs, the summary gives only their number
+_MAX_RUNS = 3  # if there are more runs, the summary gives only their number
 
 
 class KeyNumbers(NamedTuple):
-    """The most important numbers of a run; None if unknown. Shares are means over ranks."""
+    """The most important numbers of a run, or None if unknown. Shares are means over ranks."""
 
     ranks: int | None
     backend: str | None
@@ -62,7 +62,7 @@ def scale_rows(result: Result) -> dict[str, Rows]:
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
         if "efficiency" in row:
-            found.setdefault(flag_words(row), []).append(row)
+            found.setdefault(flags_text(row), []).append(row)
     return {flags: sorted(rows, key=lambda row: int(row["ranks"])) for flags, rows in found.items()}
 
 
@@ -79,12 +79,12 @@ def learning_rate_rows(result: Result) -> Rows:
     return sorted(with_rate, key=lambda row: (row["ranks"], row["lr"]))
 
 
-def flag_words(row: dict[str, Any]) -> str:
+def flags_text(row: dict[str, Any]) -> str:
     return " ".join(f"--{name.lstrip('-')} {value}" for name, value in row["flags"].items())
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Return name and share of the largest cause of lost efficiency; `other` is split."""
+    """Return the name and share of the largest cause of lost efficiency. `other` is split."""
     causes = {NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
     names = {"compute": "slower compute", "gaps": "more gaps"}
     for name, share in (row.get("other") or {"rest": row["loss"]["other"]}).items():
@@ -100,7 +100,7 @@ def sentences(sources: ReportSources) -> Iterator[str]:
         yield from _scale_sentences(result)
     # Of the runs of a scaling series only the last profiled run, with the most ranks, is described.
     runs = sources.profiled[-1:] if scalings else sources.runs
-    if len(runs) <= _MOST_RUNS:
+    if len(runs) <= _MAX_RUNS:
         for run in runs:
             yield from _run_sentences(run)
     elif not scalings:
@@ -142,7 +142,7 @@ def _scale_sentences(result: Result) -> Iterator[str]:
         return
     first, last = rows[0], rows[-1]
     lost = 1 - last["efficiency"]
-    flags = f" with {flag_words(last)}" if "flags" in last else ""
+    flags = f" with {flags_text(last)}" if "flags" in last else ""
     yield (
         f"{last['ranks']} ranks{flags} are {last['speedup']:.2f} times as fast as "
         f"{count(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
@@ -168,9 +168,9 @@ def _run_sentences(run: Run) -> Iterator[str]:
         yield f"{run.name}: {', '.join(facts)}."
     if numbers.step_s is not None and numbers.computing is not None:
         name, share = numbers.largest_loss
-        lost = f"; the largest loss is {LOST_PARTS[name]}, {100 * share:.0f} %" if share else ""
+        lost = f". The largest loss is {LOST_PARTS[name]}, {100 * share:.0f} %" if share else ""
         computing = f"ranks compute for {100 * numbers.computing:.0f} % of the step"
-        yield f"A step takes {1e3 * numbers.step_s:.1f} ms; {computing}{lost}."
+        yield f"A step takes {1e3 * numbers.step_s:.1f} ms, and {computing}{lost}."
     if numbers.late is not None:
         cost, share = numbers.late["cost_s"]["mean"], numbers.late["cost_share"]
         yield (
@@ -198,7 +198,7 @@ def tiles(sources: ReportSources) -> Iterator[Tile]:
         yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", ranks)
         name, share = largest_loss(last)
         if share > 0:
-            yield Tile(f"{100 * share:.0f} %", name, "of the step: the largest loss")
+            yield Tile(f"{100 * share:.0f} %", name, "of the step, the largest loss")
     if run is None:
         return
     numbers = key_numbers(run)
@@ -210,7 +210,7 @@ def tiles(sources: ReportSources) -> Iterator[Tile]:
             yield Tile(f"{100 * numbers.computing:.0f} %", "computing", f"of the step{where}")
         name, share = numbers.largest_loss
         if share > 0:
-            about = f"of the step{where}: the largest loss"
+            about = f"of the step{where}, the largest loss"
             yield Tile(f"{100 * share:.0f} %", LOST_PARTS[name], about)
     if numbers.late is not None:
         cost = f"other ranks wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms per step{where}"

@@ -8,7 +8,7 @@ parts, so the lost efficiency of recorded steps is a sum over the parts:
     1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
 
 The reported efficiency is that of steps without the profiler. The difference between the two
-efficiencies, caused by recording or noise, is a separate cause: `unexplained`.
+efficiencies, caused by recording or noise, is a separate cause, `unexplained`.
 
 Ratios are computed within a repeat, in which all numbers of ranks ran on the same machine. A row
 has the efficiency and the causes of the median repeat (the mean of the two middle repeats if the
@@ -26,13 +26,16 @@ from tutti.scale.scale_runs import MeasuredRun, MeasuredStep
 _PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"}
 LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
 OTHER_CAUSES = ("compute", "gaps", "rest", "unexplained")
-_SAME_SAMPLES = 0.05  # relative difference that counts as equal: the last batch may be smaller
+_SAME_SAMPLES = 0.05  # relative difference that counts as equal, as the last batch may be smaller
 
 
 def loss_by_cause(
     step: MeasuredStep, base: MeasuredStep, ideal: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The loss by cause as shares of the step, and the causes within `other`; negative: gain."""
+    """Return the loss by cause and the causes within `other`, as shares of the step.
+
+    A negative share is a gain.
+    """
 
     def excess(part: str) -> float:
         return (step.parts[part] - ideal * base.parts[part]) / step.recorded_seconds
@@ -55,13 +58,13 @@ class Scaling:
 
     @property
     def actual_mode(self) -> Mode | None:
-        """The mode that agrees with the counted samples (None: no mode); without counts, --mode."""
+        """The mode that agrees with the numbers of samples, or None. If unknown, it is --mode."""
         modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
         return next((mode for mode in modes if all(self._fits(r, mode) for r in self.runs)), None)
 
     @property
     def unit(self) -> str:
-        """The unit of throughput: steps if the number of samples is unknown."""
+        """The unit of throughput, which is steps if the number of samples is unknown."""
         steps = "ranks × steps/s" if self.mode == "weak" else "steps/s"
         return "samples/s" if self._counted else steps
 
@@ -90,17 +93,18 @@ class Scaling:
         notes = [note for run in self.runs for note in run.notes]
         if not self._counted:
             notes.append(
-                f"samples per step are unknown (no torch DataLoader is used): throughput is in "
-                f"{self.unit}, and the script is assumed to scale as --mode {self.mode} states"
+                "the number of samples per step is unknown (no torch DataLoader is used), so "
+                f"throughput is in {self.unit}, and the script is assumed to scale as --mode "
+                f"{self.mode} states"
             )
         actual = f" ({self.actual_mode} scaling)" if self.actual_mode else ""
         for run in self.runs:
             if not self._fits(run, self.mode):
                 base = self._base(run)
                 notes.append(
-                    f"--mode {self.mode} does not agree with the samples of a step: "
-                    f"{base.samples:g} with {base.ranks} ranks and {run.samples:g} with {run.ranks}"
-                    f" ranks; the results use these samples{actual}"
+                    f"--mode {self.mode} does not agree with the number of samples of a step, "
+                    f"which is {base.samples:g} with {base.ranks} ranks and {run.samples:g} with "
+                    f"{run.ranks} ranks. The results use these numbers{actual}."
                 )
         return list(dict.fromkeys(notes))
 
@@ -109,7 +113,10 @@ class Scaling:
         return next((each for each in smallest if each.flags == run.flags), run)
 
     def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
-        """Whether the run's samples agree with `mode`; without counts, whether it is --mode."""
+        """Return whether the run's number of samples agrees with `mode`.
+
+        If the numbers are unknown, return whether `mode` is --mode.
+        """
         base = self._base(run)
         if not self._counted:
             return mode == self.mode
@@ -117,7 +124,7 @@ class Scaling:
         return abs((run.samples or 0) / (base.samples or 1) / expected - 1) <= _SAME_SAMPLES
 
     def _ratios(self, ranks: int) -> list[Ratio]:
-        """For each repeat with both runs: the run with `ranks` ranks and the base run."""
+        """Return, for each repeat with both runs, the run with `ranks` ranks and the base run."""
         bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
         ratios = []
         for run in self.runs:

@@ -2,17 +2,17 @@
 
 Fit: t = α × rounds + β × bytes on the slowest link. The number of rounds is that of a tree (log2 of
 the number of ranks), and the bytes are those of a ring (2 (n − 1) / n × S for an all-reduce of S
-bytes): libraries choose tree or ring by message size. Between two ranks α is the latency of a
-message and 1 / β the bandwidth.
+bytes), because libraries choose tree or ring by message size. Between two ranks α is the latency of
+a message and 1 / β is the bandwidth.
 
 Forecast for n ranks, from the run with the fewest ranks and the run with the most ranks:
 
     T(n) = (own(n) + input(n) + exposed(n)) / (1 − share of waiting and bubbles)
 
 own is a rank's own work. In weak scaling own(n) is the value measured with the most ranks. In
-strong scaling own(n) is a part that is proportional to the batch of a rank, plus a constant part;
-both parts are computed from the two runs. input is proportional to the batch of a rank. exposed is
-proportional to the fitted time of all communication: the hidden share stays the same, but the
+strong scaling own(n) is a part that is proportional to the batch of a rank, plus a constant part.
+Both parts are computed from the two runs. input is proportional to the batch of a rank. exposed is
+proportional to the fitted time of all communication. The hidden share stays the same, but the
 hidden time is at most own(n). For the run with the most ranks, T(n) is the measured step time.
 """
 
@@ -30,7 +30,7 @@ from tutti.scale.scale_runs import MeasuredRun
 Mode = Literal["strong", "weak"]
 
 LIMITS = (0.9, 0.8, 0.5)  # the forecast gives the first number of ranks below each efficiency
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 _DOUBLINGS = 4
 # The process groups of these axes keep their number of ranks when replicas are added.
 _FIXED_AXES = ("tp", "pp")
@@ -73,7 +73,7 @@ class CommFit:
 
 
 def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
-    """A point for each operation, number of ranks and message size in the runs' `comm[]` rows."""
+    """Return a point for each operation, number of ranks and message size in `comm[]` rows."""
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for row in chain.from_iterable(runs):
         # If a collective is not matched between the ranks, its time includes waiting. The fit needs
@@ -86,7 +86,10 @@ def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
 
 
 def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
-    """Fit α and β by least squares of relative errors: small messages count as much as large."""
+    """Return α and β, fitted by least squares of relative errors.
+
+    With relative errors, small messages count as much as large messages.
+    """
     if not points:
         return None
     rows = [
@@ -130,14 +133,18 @@ class EfficiencyModel:
         self._ends, self._fit, self._mode = ends, fit, mode
         self._largest, step = ends.run, ends.run.step
         self._own, base_own = (
-            run.step.unrecorded("compute", "host_gap", "rest") for run in (ends.run, ends.base)
+            run.step.seconds_without_profiler("compute", "host_gap", "rest")
+            for run in (ends.run, ends.base)
         )
-        self._input, self._exposed = step.unrecorded("input"), step.unrecorded("exposed")
+        self._input, self._exposed = (
+            step.seconds_without_profiler("input"),
+            step.seconds_without_profiler("exposed"),
+        )
         self._hidden = ends.run.hidden * step.seconds
-        self._busy_share = 1 - step.unrecorded("wait", "bubble") / step.seconds
+        self._busy_share = 1 - step.seconds_without_profiler("wait", "bubble") / step.seconds
         proportional = 0.0  # the part of own work that is proportional to the batch of a rank
         if mode == "strong":
-            batch = ends.base.ranks / ends.run.ranks  # of a rank, relative to the base run
+            batch = ends.base.ranks / ends.run.ranks  # batch of a rank, relative to the base run
             proportional = max(0.0, (base_own - self._own) / (1 - batch)) * batch
         self._constant = max(0.0, self._own - proportional)
         self._comm_at_largest = self._comm_seconds(ends.run.ranks)
@@ -151,17 +158,17 @@ class EfficiencyModel:
         return self._ends.ideal * batch * self._ends.base.step.seconds / seconds
 
     def _batch(self, ranks: int) -> float:
-        """The batch of a rank, relative to the batch of a rank in the run with the most ranks."""
+        """Return the batch of a rank, relative to that in the run with the most ranks."""
         return self._largest.ranks / ranks if self._mode == "strong" else 1.0
 
     def _comm_seconds(self, ranks: int) -> float:
-        """The fitted time of all messages of the largest run, if sent among `ranks` ranks."""
+        """Return the fitted time of all messages of the largest run, sent among `ranks` ranks."""
         total = 0.0
         for row in self._largest.comm:
             if row["op"] not in OPERATIONS or row["ranks"] < 2:
                 continue
             group, size = round(row["ranks"] * ranks / self._largest.ranks), row["bytes"] or 0
-            if row.get("axis") in _FIXED_AXES:  # activations: bytes shrink with the batch
+            if row.get("axis") in _FIXED_AXES:  # the bytes of activations shrink with the batch
                 group, size = row["ranks"], size * self._batch(ranks)
             total += row["count"] * self._fit.seconds(row["op"], group, size)
         return total
@@ -175,9 +182,9 @@ def forecast(
 ) -> dict[str, Any]:
     """Return the value of `forecast` in the JSON.
 
-    `measured`: the number of ranks and the efficiency of each run, ascending. `ends`: the runs with
-    the fewest and the most ranks. `mode` None: the samples of a step are neither
-    constant nor proportional to the number of ranks.
+    `measured` has the number of ranks and the efficiency of each run, in ascending order. `ends`
+    has the runs with the fewest and the most ranks. `mode` is None if the number of samples of a
+    step is neither constant nor proportional to the number of ranks.
     """
     if len(measured) < 2 or ends is None:
         return no_forecast("a forecast needs runs with at least two numbers of ranks")
@@ -185,25 +192,25 @@ def forecast(
         return no_forecast("no communication between ranks was recorded")
     if mode is None:
         return no_forecast(
-            "the samples of a step are neither constant (strong scaling) nor proportional to the "
-            "number of ranks (weak scaling)"
+            "the number of samples of a step is neither constant (strong scaling) nor proportional "
+            "to the number of ranks (weak scaling)"
         )
     model = EfficiencyModel(ends, fit, mode)
-    most = ends.run.ranks
-    shown = [most << n for n in range(1, _DOUBLINGS + 1) if most << n <= MOST_RANKS]
-    curve = {ranks: model.efficiency(ranks) for ranks in range(most + 1, MOST_RANKS + 1)}
+    largest = ends.run.ranks
+    shown = [largest << n for n in range(1, _DOUBLINGS + 1) if largest << n <= MAX_RANKS]
+    curve = {ranks: model.efficiency(ranks) for ranks in range(largest + 1, MAX_RANKS + 1)}
     below = {}
     for limit in LIMITS:
         under = (ranks for ranks, value in (*measured, *curve.items()) if value < limit)
         below[str(limit)] = next(under, None)
-    best = "at best (latency unknown: all messages have one size); " if fit.best_case else ""
+    best = ", at best (all messages have one size, so the latency is unknown)" * fit.best_case
     return {
         "rows": [{"ranks": ranks, "efficiency": curve[ranks]} for ranks in shown],
         "below": below,
         "best_case": fit.best_case,
-        "reason": f"forecast from {ends.base.ranks} and {most} ranks; {best}the forecast assumes "
-        "that all links are of one class, every rank has its own device, the same share of "
-        "communication is hidden, and waiting keeps its share of the step",
+        "reason": f"forecast from {ends.base.ranks} and {largest} ranks{best}. It assumes that all "
+        "links are of one class, every rank has its own device, the same share of communication is "
+        "hidden, and waiting keeps its share of the step",
     }
 
 

@@ -1,4 +1,4 @@
-"""Run a recipe or any training program with each number of ranks, and read the traces of each run.
+"""Runs a recipe or any training program with each number of ranks, and reads the traces.
 
 Measured runs are kept, even if a later run fails or Ctrl-C stops the series.
 """
@@ -32,7 +32,7 @@ from tutti.world.launch import LocalWorld
 RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
-_PR_SET_PDEATHSIG = 1  # of prctl
+_PR_SET_PDEATHSIG = 1  # an option of prctl
 _RANK_FLAGS = {
     **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
     **dict.fromkeys(
@@ -53,7 +53,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that a run needs; the first one starts the capture."""
+        """The number of optimizer steps that a run needs. The first one starts the capture."""
         return 1 + self.settle + self.timed + PROFILER_WARMUP + self.recorded
 
 
@@ -61,9 +61,9 @@ class Schedule:
 class Job:
     """A command for any number of ranks.
 
-    `starts_ranks`: the command starts all ranks itself, and {ranks} in it is replaced by their
-    number; otherwise it is the command of one rank, and `tutti run` starts the ranks. `ends`: the
-    program ends by itself after the schedule.
+    If `starts_ranks` is true, the command starts all ranks itself, and {ranks} in it is replaced by
+    their number. Otherwise it is the command of one rank, and `tutti run` starts the ranks. `ends`
+    means that the program ends by itself after the schedule.
     """
 
     command: tuple[str, ...]
@@ -73,15 +73,15 @@ class Job:
     ranks_per_gpu: int = 1
 
     def command_for(self, ranks: int, extra: Sequence[str]) -> list[str]:
-        """Return the whole command, with `extra` words at its end."""
-        words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *extra)]
+        """Return the complete command, followed by the `extra` arguments."""
+        command = [argument.replace(RANKS, str(ranks)) for argument in (*self.command, *extra)]
         if self.starts_ranks:
-            return words
+            return command
         run = [sys.executable, "-m", "tutti", "run", "-n", str(ranks), "--device", self.device]
         run += ["--ranks-per-gpu", str(min(ranks, self.ranks_per_gpu))]
-        return [*run, "--", *words]
+        return [*run, "--", *command]
 
-    def environment(self, schedule: Schedule, traces: Path, most_ranks: int) -> dict[str, str]:
+    def environment(self, schedule: Schedule, traces: Path, max_ranks: int) -> dict[str, str]:
         """Return the environment variables with which every rank records its own trace."""
         settings = {
             "directory": str(traces),
@@ -93,7 +93,7 @@ class Job:
         env = captured_environment(settings, os.environ)
         # A rank has the same number of threads in every run. Otherwise a single rank would use all
         # cores, and would be compared with ranks that have only a share of the cores.
-        env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // most_ranks)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // max_ranks)))
         return env
 
     def check(self, sizes: Sequence[int]) -> None:
@@ -113,10 +113,10 @@ class Job:
         """Return notes about conditions that limit what can be concluded from the results."""
         notes = []
         if self.ranks_per_gpu > 1:
-            notes.append("ranks share a GPU: this measures software overhead, not GPU links")
+            notes.append("ranks share a GPU, so this measures software overhead, not GPU links")
         on_cpus = self.device == "cpu" or not visible_gpu_count()
         if on_cpus and max(sizes) > _cores() and not self.starts_ranks:
-            notes.append(f"{max(sizes)} ranks share {_cores()} cores: they slow each other down")
+            notes.append(f"{max(sizes)} ranks share {_cores()} cores and slow each other down")
         return notes
 
 
@@ -124,19 +124,22 @@ def _cores() -> int:
     return min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
 
 
-def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
-    """Whether the command starts its ranks; raises UsageError for a launcher without {ranks}."""
-    if any(RANKS in word for word in words):
+def starts_ranks_itself(command: Sequence[str], sizes: Sequence[int]) -> bool:
+    """Return whether the command starts its ranks.
+
+    Raise UsageError for a launcher without {ranks}.
+    """
+    if any(RANKS in argument for argument in command):
         return True
-    if re.fullmatch(r"python[\d.]*", Path(words[0]).name) and words[1:2] == ["-m"]:
-        words = words[2:] or words
-    launcher = re.sub(r"^(mpirun|mpiexec)\..*", r"\1", Path(words[0]).name)  # mpirun.openmpi
-    if launcher not in _RANK_FLAGS or (launcher == "tutti" and words[1:2] != ["run"]):
+    if re.fullmatch(r"python[\d.]*", Path(command[0]).name) and command[1:2] == ["-m"]:
+        command = command[2:] or command
+    launcher = re.sub(r"^(mpirun|mpiexec)\..*", r"\1", Path(command[0]).name)  # mpirun.openmpi
+    if launcher not in _RANK_FLAGS or (launcher == "tutti" and command[1:2] != ["run"]):
         return False
-    command = "tutti run" if launcher == "tutti" else launcher
+    program = "tutti run" if launcher == "tutti" else launcher
     raise UsageError(
-        f"{launcher} starts ranks itself, and the command does not contain {RANKS}: write {RANKS} "
-        f"for the number of ranks ({command} {_RANK_FLAGS[launcher]} {RANKS} …), or give only the "
+        f"{launcher} starts ranks itself, but the command does not contain {RANKS}. Write {RANKS} "
+        f"for the number of ranks ({program} {_RANK_FLAGS[launcher]} {RANKS} …), or use only the "
         f"script: tutti scale --ranks {','.join(map(str, sizes))} -- train.py"
     )
 
@@ -145,7 +148,7 @@ def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
 class PlannedRun:
     ranks: int
     repeat: int
-    flags: dict[str, str]  # set by a sweep
+    flags: dict[str, str]  # the flags that a sweep sets
 
     @property
     def folder_name(self) -> str:
@@ -161,14 +164,17 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Every repeat runs every number of ranks, so drift of machine speed affects all equally."""
+    """Return the runs ordered by repeat.
+
+    Every repeat has every number of ranks, so drift of the machine's speed affects all equally.
+    """
     plan = product(range(repeats), sweep, sizes)
     return [PlannedRun(ranks, repeat, flags) for repeat, flags, ranks in plan]
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Seconds of a step without the profiler, and the parts of a recorded step."""
+    """The time of a step without the profiler in seconds, and the parts of a recorded step."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -177,8 +183,8 @@ class MeasuredStep:
     def recorded_seconds(self) -> float:
         return sum(self.parts.values())
 
-    def unrecorded(self, *parts: str) -> float:
-        """Seconds of the parts without the profiler, if recording slows all parts by one factor."""
+    def seconds_without_profiler(self, *parts: str) -> float:
+        """Return the seconds of `parts`, assuming that recording slows all parts by one factor."""
         return sum(self.parts[part] / self.recorded_seconds * self.seconds for part in parts)
 
 
@@ -189,8 +195,8 @@ class MeasuredRun:
     ranks: int
     repeat: int
     folder: Path
-    flags: dict[str, str]  # set by a sweep
-    samples: float | None  # per step, over all ranks
+    flags: dict[str, str]  # the flags that a sweep sets
+    samples: float | None  # number of samples per step, over all ranks
     step: MeasuredStep
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
@@ -220,20 +226,20 @@ class RunSeries:
     job: Job
     schedule: Schedule
     out: Path
-    extra_words: Callable[[PlannedRun, Path], Sequence[str]]
+    extra_arguments: Callable[[PlannedRun, Path], Sequence[str]]
     runs: list[MeasuredRun] = field(default_factory=list)  # the measured runs
     stopped: bool = False  # whether Ctrl-C stopped the series
-    failure: str | None = None  # why a run could not be measured
+    failure: str | None = None  # the reason why a run could not be measured
 
     def execute(self, plan: Sequence[PlannedRun]) -> None:
         """Execute the plan until its end, until Ctrl-C, or until a run fails."""
-        most_ranks = max(run.ranks for run in plan)
+        max_ranks = max(run.ranks for run in plan)
         with contextlib.ExitStack() as stack:
             signals = _SignalForwarder(stack)
             for number, run in enumerate(plan, 1):
                 _progress(f"[{number}/{len(plan)}] {run.title} …", end="")
                 began = time.monotonic()
-                measured = self._execute_one(run, most_ranks, signals)
+                measured = self._execute_one(run, max_ranks, signals)
                 self.stopped = signals.received
                 if measured is None:
                     _progress(" stopped" if self.stopped else " failed")
@@ -245,11 +251,11 @@ class RunSeries:
                     return
 
     def _execute_one(
-        self, run: PlannedRun, most_ranks: int, signals: "_SignalForwarder"
+        self, run: PlannedRun, max_ranks: int, signals: "_SignalForwarder"
     ) -> MeasuredRun | None:
         folder = self.out / run.folder_name
-        command = self.job.command_for(run.ranks, self.extra_words(run, folder))
-        env = self.job.environment(self.schedule, folder / "traces", most_ranks)
+        command = self.job.command_for(run.ranks, self.extra_arguments(run, folder))
+        env = self.job.environment(self.schedule, folder / "traces", max_ranks)
         log = self.out / "logs" / f"{run.folder_name}.log"
         code = signals.run(command, env, log)
         # These runs are never resumed.
@@ -267,21 +273,21 @@ class RunSeries:
 
 
 class NotMeasured(Exception):
-    """A run ended without the traces that it should have written; the message has the reason."""
+    """A run ended without the traces that it should have written. The message has the reason."""
 
 
 def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
-    """Read the traces that a run has written."""
+    """Return the measurements from the traces that a run has written."""
     files = list((folder / "traces").glob("rank*.json.gz"))
     if not files:
         raise NotMeasured(
-            f"no rank wrote a trace: each rank must take {schedule.steps} steps of a torch "
+            f"no rank wrote a trace. Each rank must take {schedule.steps} steps of a torch "
             "optimizer: train longer, or reduce --steps or --settle"
         )
     if len(files) != run.ranks:
         raise NotMeasured(
-            f"{len(files)} of {run.ranks} ranks wrote a trace: does the command start {run.ranks} "
-            "ranks, and does each rank train?"
+            f"{len(files)} of {run.ranks} ranks wrote a trace. The command must start {run.ranks} "
+            "ranks, and each rank must train"
         )
     try:
         explanation = explain(files)
@@ -302,8 +308,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     notes = [note for note in rows["notes"] if "missing" in note]
     if run.ranks > 1 and not rows["comm"]:
         notes.append(
-            f"the {run.ranks} ranks do not communicate, so each rank trains alone: does the script "
-            "call init_process_group and wrap its model in DDP or FSDP?"
+            f"the {run.ranks} ranks do not communicate, so each rank trains alone. The script must "
+            "call init_process_group and wrap its model in DDP or FSDP"
         )
     late = next((row for row in rows["stragglers"] if row["straggler"]), None)
     return MeasuredRun(
@@ -322,11 +328,11 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the parts of one step over all ranks; their sum is the mean step time.
+    """Return the parts of one step over all ranks. Their sum is the mean step time.
 
-    Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
-    waiting. If the mean over ranks were used, a part of the excess would count as compute. Compute
-    includes hidden communication.
+    Each rank's own work is taken from the fastest rank, and any excess on slower ranks is counted
+    as waiting. If the mean over ranks were used, a part of the excess would count as compute.
+    Compute includes hidden communication.
     """
     own_parts = ("compute", "hidden", "input", "host_gap", "rest")
     fastest = min(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
@@ -355,9 +361,9 @@ def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
 
 
 class _SignalForwarder:
-    """Runs programs, and forwards Ctrl-C and SIGTERM to them; `received` is then true.
+    """Runs programs, and forwards Ctrl-C and SIGTERM to them. `received` is then true.
 
-    A signal between two programs interrupts nothing: the traces of a finished run are read
+    A signal between two programs interrupts nothing, so the traces of a finished run are read
     completely. The previous signal handlers are restored when `stack` is closed.
     """
 
@@ -371,7 +377,7 @@ class _SignalForwarder:
         """Run a program to its end, with its output in `log`, and return its exit code.
 
         The program has its own session, so that Ctrl-C in the terminal reaches only this process,
-        which forwards the signal once: a launcher that receives one signal lets its ranks end
+        which forwards the signal once. A launcher that receives one signal lets its ranks end
         normally. The rest of the session is killed at the end.
         """
         libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Benchmarks: collectives, bandwidth, symmetric memory, baseline compared with optimized."""
+"""Figures of benchmarks: collectives, bandwidth, symmetric memory, baseline and optimized."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from tutti.report.sources import Result
 
 
 def collectives(result: Result) -> Iterator[Figure]:
-    """Bus bandwidth and time of every backend over message size, for each operation."""
+    """Yield the bus bandwidth and time of every backend over message size, for each operation."""
     yield from _collective_curves(result.content["rows"], _sharing_note(result))
 
 
@@ -19,7 +19,7 @@ def _sharing_note(result: Result) -> str:
 
 
 def _collective_curves(all_rows: list[Row], note: str = "", prefix: str = "") -> Iterator[Figure]:
-    """Figures of bandwidth and time, for rows in the format of `tutti bench collectives`."""
+    """Yield figures of bandwidth and time for rows in the format of `tutti bench collectives`."""
     for operation, rows in plot.grouped(all_rows, lambda row: row["op"]).items():
         keys = ["backend"]
         for key in ("dtype", "placement", "ranks"):
@@ -32,7 +32,7 @@ def _collective_curves(all_rows: list[Row], note: str = "", prefix: str = "") ->
         words["ranks"] = " and ".join(sorted({str(row["ranks"]) for row in rows}))
         for quantity, unit, source, direction in (
             ("bus bandwidth", "GB/s", "busbw_gbs", "Higher is better."),
-            ("time", "µs", "time_us.p50", "p50 over calls; lower is better."),
+            ("time", "µs", "time_us.p50", "The time is the p50 over calls. Lower is better."),
         ):
             curves = plot.size_curves(lines, source, unit)
             yield plot.figure(
@@ -41,7 +41,7 @@ def _collective_curves(all_rows: list[Row], note: str = "", prefix: str = "") ->
 
 
 def bandwidth(result: Result) -> Iterator[Figure]:
-    """Pairs of ranks by message size; then copies, all-to-all, ring and tree, slow links."""
+    """Yield pairs of ranks by message size, copies, all-to-all, ring and tree, and slow links."""
     content = result.content
     for size, rows in plot.grouped(content.get("pairs") or [], lambda row: row["bytes"]).items():
         yield from _pair_matrix(rows, size)
@@ -74,7 +74,7 @@ def _pair_matrix(rows: list[Row], size: int) -> Iterator[Figure]:
 
 
 def symmetric(result: Result) -> Iterator[Figure]:
-    """Yield time of one-sided operations and of data structures in symmetric memory."""
+    """Yield the time of one-sided operations and of data structures in symmetric memory."""
     rows = result.content["rows"]
     labels = [f"{row['name']} {format_bytes(row['bytes'])}, {row['backend']}" for row in rows]
     bounds = [(row["p50_us"], row["p50_us"], row["p99_us"]) for row in rows]
@@ -84,7 +84,7 @@ def symmetric(result: Result) -> Iterator[Figure]:
 
 
 def pairs(result: Result) -> Iterator[Figure]:
-    """Speed-up of each optimized version over its baseline, with its spread."""
+    """Yield the speed-up of each optimized version over its baseline, with its spread."""
     rows = [row for row in result.content["rows"] if row["speedup"] is not None]
     skipped = [row["name"] for row in result.content["rows"] if row["speedup"] is None]
     if not rows:
@@ -104,7 +104,10 @@ def _marks(
     hover: str,
     tick: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A mark with error bars for each label; `bounds`: value, low, high; `tick`: one more value."""
+    """Return (traces, layout) of a mark with error bars for each label.
+
+    `bounds` has (value, low, high) of each mark. `tick` is one more value on the axis.
+    """
     mark = {
         "type": "scatter",
         "mode": "markers",

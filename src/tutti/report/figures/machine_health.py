@@ -1,4 +1,4 @@
-"""Parity, topology, checks, environments, and tables of results for which there are no figures."""
+"""Figures of parity, topology, checks and environments, and tables of results without figures."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _NOT_RESULTS = ("environment", "command", "schema", "world", "places")
 
 
 def parity(result: Result) -> Iterator[Figure]:
-    """Errors of loss and gradient of each layout compared with one device; the tolerance."""
+    """Yield the errors of loss and gradient of each layout compared with one device."""
     content = result.content
     rows = [row for row in content["rows"] if not row.get("not_applicable")]
     failed = sum(not row["ok"] for row in rows)
@@ -80,7 +80,7 @@ def topology(result: Result) -> Iterator[Figure]:
 
 
 def checks(result: Result) -> Iterator[Figure]:
-    """Yield the checks of `tutti doctor`: failures first, with their cures."""
+    """Yield the checks of `tutti doctor` with their cures. Failures come first."""
     rows = result.content["checks"]
     count = Counter(row["status"] for row in rows)
     order = [name for name in _STATUS_COLOURS if name in count]
@@ -102,7 +102,7 @@ def checks(result: Result) -> Iterator[Figure]:
 
 
 def result_tables(result: Result) -> Iterator[Figure]:
-    """Results for which there are no figures: a table for each list, and one for the values."""
+    """Yield results without figures: a table for each list, and one for the other values."""
     content = {key: value for key, value in result.content.items() if key not in _NOT_RESULTS}
     for key, value in content.items():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
@@ -138,7 +138,7 @@ def environments(sources: ReportSources) -> Iterator[Figure]:
     for machine, names in machines:
         yield Figure(
             f"Machine: {machine.get('host', 'unnamed')}",
-            f"Of {', '.join(names)}.",
+            f"This is the machine of {', '.join(names)}.",
             Table(["what", "value"], list(_machine_rows(machine))),
         )
     if commands:

@@ -1,4 +1,4 @@
-"""Scaling: throughput, efficiency with its forecast, loss by cause, fit; learning rate sweeps."""
+"""Figures of scaling (throughput, efficiency, loss by cause, fit) and of learning rate sweeps."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def _throughput(variants: dict[str, list[Row]], rows: list[Row], mode: str, unit
     base = rows[0]["samples_per_s"]
     ranks = sorted({row["ranks"] for row in rows})
     ideal = [base * number / rows[0]["ranks"] for number in ranks]
-    # Both axes are logarithmic: the ideal is a straight line. Each tick is twice the previous tick.
+    # Both axes are logarithmic, so the ideal is a straight line. Each tick is twice the previous.
     speeds = [*ideal, *column(rows, "samples_per_s")]
     low, high = (math.log2(value / base) for value in (min(speeds), max(speeds)))
     ticks = [base * 2.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
@@ -79,8 +79,8 @@ def _efficiency(
     if forecast.get("reason"):
         reason = str(forecast["reason"]).strip().rstrip(".")
         about += f" {reason[:1].upper()}{reason[1:]}."
-    all_rows = [row | {"is": "measured"} for row in rows]
-    all_rows += [{"variant": "", "is": "forecast", **row} for row in ahead]
+    all_rows = [row | {"kind": "measured"} for row in rows]
+    all_rows += [{"variant": "", "kind": "forecast", **row} for row in ahead]
     layout = {
         "xaxis": _ranks_axis(column(all_rows, "ranks")),
         "yaxis": plot.axis("%", rangemode="tozero"),
@@ -95,7 +95,7 @@ def _losses(rows: list[Row]) -> Figure:
     others = dict.fromkeys(key for row in rows for key in row.get("other") or {})
     causes = [f"{plot.NAMES[name]} %=100*loss.{name}?" for name in plot.LOSS_COLOURS]
     causes += [f"of other: {name} %=100*other.{name}?" for name in others]
-    # Empty if only one number of ranks was measured: then no efficiency is lost.
+    # There are no bars if only one number of ranks was measured, because no efficiency is lost.
     bars = [
         plot.bar(plot.NAMES[name], labels, shares, colour, "% of the step")
         for name, colour in plot.LOSS_COLOURS.items()
@@ -122,7 +122,7 @@ def _fit(fit: dict[str, Any]) -> Figure:
 
 
 def learning_rates(result: Result) -> Iterator[Figure]:
-    """The loss over learning rates of `tutti scale --sweep lr=…`: a curve per number of ranks."""
+    """Yield the loss over learning rates of `tutti scale --sweep lr=…`, a curve per rank count."""
     rows = [row | {"diverged": bool(row.get("diverged"))} for row in learning_rate_rows(result)]
     if not rows:
         return
@@ -137,7 +137,7 @@ def learning_rates(result: Result) -> Iterator[Figure]:
         "yaxis": plot.axis("loss"),
         "showlegend": True,
     }
-    about = " Runs that diverged have no point; the table lists them." * diverged
+    about = " Runs that diverged have no point, but the table lists them." * diverged
     yield plot.figure("learning_rates", rows, curves, layout, diverged=about)
 
 

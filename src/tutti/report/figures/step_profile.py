@@ -1,4 +1,4 @@
-"""Profiled steps: parts of the step, waiting, stragglers, utilization, memory, communication."""
+"""Figures of profiled steps: parts, waiting, stragglers, utilization, memory, communication."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,18 @@ from tutti.report import plot
 from tutti.report.plot import Figure, Row, column
 from tutti.report.sources import Run
 
-# The largest number of ranks, stragglers and operations in one plot. Tables have all rows.
-_MOST_RANKS, _MOST_STRAGGLERS, _MOST_OPERATIONS = 48, 24, 12
+# The maximum numbers of ranks, stragglers and operations in one plot. Tables have all rows.
+_MAX_RANKS, _MAX_STRAGGLERS, _MAX_OPERATIONS = 48, 24, 12
 _GIB = 1 << 30
 
 
 def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
     """Return the rows to draw (first ranks, stragglers), and a sentence about the other ranks."""
     rows: list[Row] = profile["ranks"]
-    if len(rows) <= _MOST_RANKS:
+    if len(rows) <= _MAX_RANKS:
         return rows, ""
-    late = {row["rank"] for row in (profile.get("stragglers") or [])[: _MOST_RANKS // 4]}
-    first = [row for row in rows if row["rank"] not in late][: _MOST_RANKS - len(late)]
+    late = {row["rank"] for row in (profile.get("stragglers") or [])[: _MAX_RANKS // 4]}
+    first = [row for row in rows if row["rank"] not in late][: _MAX_RANKS - len(late)]
     drawn = first + [row for row in rows if row["rank"] in late]
     about = f" {len(drawn)} of {len(rows)} ranks are drawn, with all stragglers."
     return sorted(drawn, key=lambda row: int(row["rank"])), about
@@ -32,7 +32,7 @@ def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
 def _rank_bars(
     rows: list[Row], name: str, source: str, colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """Return a bar for each rank; `source` as for `plot.column`."""
+    """Return a bar for each rank. `source` is described at `plot.column`."""
     labels = [f"rank {row['rank']}" for row in rows]
     return plot.bar(name, labels, column(rows, source), colour, unit, **more)
 
@@ -77,7 +77,7 @@ def waits(run: Run) -> Iterator[Figure]:
         for late, seconds in step["waited_for_s"].items():
             total[step["rank"], int(late)] += seconds
     cost = {late: sum(total[rank, late] for rank in ranks) for late in ranks}
-    columns = sorted(sorted(ranks, key=lambda rank: -cost[rank])[:_MOST_RANKS])
+    columns = sorted(sorted(ranks, key=lambda rank: -cost[rank])[:_MAX_RANKS])
     drawn = "" if columns == ranks else f" The {len(columns)} most expensive ranks have a column."
     cells = [
         [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in columns] for a in ranks
@@ -97,7 +97,7 @@ def waits(run: Run) -> Iterator[Figure]:
 
 
 def _stragglers(rows: list[Row], ranks: int) -> Figure:
-    drawn = rows[:_MOST_STRAGGLERS]
+    drawn = rows[:_MAX_STRAGGLERS]
     costs = [row["cost_s"] for row in drawn]
     bars = {
         "type": "bar",
@@ -133,7 +133,7 @@ def utilization(run: Run) -> Iterator[Figure]:
 
 
 def memory(run: Run) -> Iterator[Figure]:
-    """Peak memory of device and process, if the traces have it."""
+    """Yield the peak memory of device and process, if the traces have it."""
     profile = run.profile or {}
     rows, left_out = _drawn_ranks(profile)
     imbalances, columns, bars = [], [], []
@@ -160,9 +160,9 @@ def memory(run: Run) -> Iterator[Figure]:
 def _imbalance(values: list[float]) -> str:
     difference = relative_range(values)
     if len(values) < 2:
-        return "only one rank"
+        return "there is only one rank"
     if difference is None:
-        return "nothing to compare"
+        return "there is nothing to compare"
     return f"ranks differ by {100 * difference:.1f} %"
 
 
@@ -185,7 +185,7 @@ def overlap(run: Run) -> Iterator[Figure]:
 
 
 def communication(run: Run) -> Iterator[Figure]:
-    """Time by mesh axis and by operation, then bandwidth."""
+    """Yield the time by mesh axis and by operation, then the bandwidth."""
     profile = run.profile or {}
     if profile.get("axes"):
         yield _by_axis(profile["axes"])
@@ -193,7 +193,7 @@ def communication(run: Run) -> Iterator[Figure]:
     if not rows:
         return
     steps = max(row["steps"] for row in profile["ranks"])
-    drawn = rows[:_MOST_OPERATIONS]
+    drawn = rows[:_MAX_OPERATIONS]
     left_out = f" {len(drawn)} of {len(rows)} rows are drawn." * (len(drawn) < len(rows))
     labels = _operation_labels(drawn)
     transfers = [1e3 * row["transfer_s"]["total"] / steps for row in drawn]
@@ -229,7 +229,7 @@ def _by_axis(rows: list[Row]) -> Figure:
 
 
 def _operation_labels(rows: list[Row]) -> list[str]:
-    """Operation and size; rows with equal labels also get their group, to have separate bars."""
+    """Return labels with operation and size. Equal labels also get their group."""
     labels = []
     for row in rows:
         size = "size unknown" if row["bytes"] is None else format_bytes(row["bytes"])

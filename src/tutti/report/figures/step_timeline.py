@@ -1,4 +1,4 @@
-"""The timeline of one step: all ranks on one clock, in lanes, with DDP buckets."""
+"""Timeline of one step, with all ranks on one clock, in lanes, with DDP buckets."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from tutti.report import plot
 from tutti.report.plot import Figure
 from tutti.report.sources import Run
 
-_MOST_BARS = 1500  # a browser draws each bar as a separate element
-_MOST_RANKS = 16
+_MAX_BARS = 1500  # a browser draws each bar as a separate element
+_MAX_RANKS = 16
 _RESOLUTION = 2000  # a pause of less than 1 / 2000 of the step is too short for a screen
 _LANES = ("computes", "communicates", "waits", "buckets")
 _BUCKETS = {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
@@ -34,11 +34,11 @@ class _Bar(NamedTuple):
 
 
 def timeline(run: Run) -> Iterator[Figure]:
-    """Yield the step of median length; needs the traces, not only the JSON of `tutti profile`."""
+    """Yield the step of median length. This needs the traces, not only the JSON of a profile."""
     if run.explanation is None:
         return
     number, steps = _median_step(run.explanation)
-    ranks = sorted(steps)[:_MOST_RANKS]
+    ranks = sorted(steps)[:_MAX_RANKS]
     begin = min(steps[rank].start for rank in ranks)
     length = max(steps[rank].end for rank in ranks) - begin
     rank_traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
@@ -51,7 +51,7 @@ def timeline(run: Run) -> Iterator[Figure]:
             for trace in rank_traces
             for bar in _part_bars(trace, split[trace.rank], begin, begin + length, shortest)
         ]
-        if len(bars) <= _MOST_BARS:
+        if len(bars) <= _MAX_BARS:
             break
         shortest *= 2
     buckets = (run.profile or {}).get("buckets") or []
@@ -82,11 +82,11 @@ def _median_step(explanation: Explanation) -> tuple[int, dict[int, Step]]:
     for trace in explanation.traces:
         for step in trace.steps:
             steps[step.number][trace.rank] = step
-    most = max(map(len, steps.values()))
+    max_ranks = max(map(len, steps.values()))
     lengths = {
         number: max(step.end - step.start for step in ranks.values())
         for number, ranks in steps.items()
-        if len(ranks) == most
+        if len(ranks) == max_ranks
     }
     middle = median(lengths.values())
     number = min(lengths, key=lambda number: abs(lengths[number] - middle))
@@ -135,7 +135,7 @@ def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]
 def _bucket_bars(
     rows: list[dict[str, Any]], number: int, steps: dict[int, Step], begin: float
 ) -> Iterator[_Bar]:
-    """DDP buckets: a bar from ready to the start of the all-reduce, and one to its end."""
+    """Yield two bars for each DDP bucket: until the start of the all-reduce, and until its end."""
     for row in rows:
         rank = row["rank"]
         if row["step"] != number or rank not in steps:

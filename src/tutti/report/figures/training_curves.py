@@ -1,4 +1,4 @@
-"""Runs side by side: key numbers, recipes, steps, loss, accuracy, throughput, waiting."""
+"""Figures of runs side by side: key numbers, recipes, steps, loss, throughput, waiting."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -10,7 +10,7 @@ from tutti.report.plot import Figure, Table
 from tutti.report.sources import Run
 from tutti.report.summary import key_numbers, metric
 
-_MOST_CURVES = 16  # one curve per rank, in one plot
+_MAX_CURVES = 16  # maximum number of curves (one per rank) in one plot
 _DOTTED = {"width": 1, "dash": "dot"}
 
 _Points = list[tuple[float, float]]
@@ -59,7 +59,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the steps of several profiled runs: the mean over ranks of each part."""
+    """Yield the parts of the steps of several profiled runs, as means over ranks."""
     profiled = {run.name: run.profile["ranks"] for run in runs if run.profile is not None}
     if len(profiled) < 2:
         return
@@ -86,7 +86,7 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def loss(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the loss of all runs in one plot; then the accuracy of evaluated runs."""
+    """Yield the loss of all runs in one plot, then the accuracy of evaluated runs."""
     traces: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     has_tests = any(metric(run, "test_loss") for run in runs)
@@ -113,7 +113,7 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield samples per second of the runs, then the share of time that each rank waits."""
+    """Yield the samples per second of the runs, then the share of time that each rank waits."""
     rates = {run.name: plot.thin(metric(run, "samples_per_s")) for run in runs}
     yield from _step_curves("throughput", rates, plot.axis("samples/s", rangemode="tozero"))
     for run in runs:
@@ -123,9 +123,9 @@ def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
             if (points := metric(run, "wait_fraction", rank))
         }
         drawn = list(waiting)
-        if len(drawn) > _MOST_CURVES:  # draw the ranks that wait least and most
+        if len(drawn) > _MAX_CURVES:  # draw the ranks that wait least and most
             drawn.sort(key=lambda rank: fmean(y for _, y in waiting[rank]))
-            drawn = sorted(drawn[: _MOST_CURVES // 2] + drawn[-_MOST_CURVES // 2 :])
+            drawn = sorted(drawn[: _MAX_CURVES // 2] + drawn[-_MAX_CURVES // 2 :])
         left_out = f" {len(drawn)} of {len(waiting)} ranks are drawn." * (len(drawn) < len(waiting))
         yield from _step_curves(
             "waiting",
@@ -144,7 +144,7 @@ def _step_curves(
     words: Mapping[str, Any] | None = None,
     **style: Any,
 ) -> Iterator[Figure]:
-    """Curves over steps. The table has all curves; the plot has those with a name in `labels`."""
+    """Yield curves over steps. The table has all curves, and the plot those in `labels`."""
     if not any(curves.values()):
         return
     rows = [{"name": name, "step": x, "value": y} for name in curves for x, y in curves[name]]
