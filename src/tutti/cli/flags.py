@@ -261,9 +261,9 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
         return f"{flag!r} is not expected here. See {program} --help."
     # Compare names without dashes, because dashes, which all flags have, make names similar.
     bare = {name.lstrip("-"): name for name in names}
-    word = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
-    close = difflib.get_close_matches(word, bare, n=1, cutoff=0.6)
+    bare_flag = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
+    close = difflib.get_close_matches(bare_flag, bare, n=1, cutoff=0.6)
     if not close:  # for example --sweep, a part of --lr-sweep
-        close = [name for name in bare if word in name.split("-")][:1]
+        close = [name for name in bare if bare_flag in name.split("-")][:1]
     cure = f"did you mean {bare[close[0]]}?" if close else f"see {program} --help"
     return f"there is no flag {flag}: {cure}"

@@ -57,11 +57,11 @@ class Profile:
 
 def main(arguments: list[str]) -> int:
     """Run the command. Return its exit code, or that of the profiled program if it failed."""
-    flags, words = split_at_command(Profile, arguments)
+    flags, command = split_at_command(Profile, arguments)
     options = parse(Profile, "tutti profile", flags)
     check_writable("--merge", options.merge)
     check_writable("--json", options.json)
-    if (options.trace is None) == (not words):
+    if (options.trace is None) == (not command):
         raise UsageError(
             "tutti profile needs either a program or --trace: tutti profile -- COMMAND records a "
             "program, and tutti profile --trace DIR reads traces"
@@ -70,10 +70,10 @@ def main(arguments: list[str]) -> int:
         if not options.trace.exists():
             raise UsageError(f"--trace {options.trace} does not exist. Name a directory of traces.")
         return _explain(options, options.trace)
-    return _capture(options, words)
+    return _capture(options, command)
 
 
-def _capture(options: Profile, words: list[str]) -> int:
+def _capture(options: Profile, arguments: list[str]) -> int:
     from tutti.cli import COMMANDS
     from tutti.profile.captured_command import LauncherTask, resolve_command, run_captured
 
@@ -87,7 +87,7 @@ def _capture(options: Profile, words: list[str]) -> int:
 
         if not torch.cuda.is_available():
             raise UsageError("--nvtx needs CUDA, but this machine has none. Omit --nvtx.")
-    command = resolve_command(words, list(COMMANDS))
+    command = resolve_command(arguments, list(COMMANDS))
     task = LauncherTask.from_environment(os.environ)
     out = (options.out or task.default_folder(strftime("%Y%m%d-%H%M%S"))).absolute()
     traces = out / "traces"

@@ -81,12 +81,12 @@ class Scale:
 
 
 def main(arguments: list[str]) -> int:
-    flags, words = split_at_dashes(arguments)
+    flags, command = split_at_dashes(arguments)
     own_flags, train_flags = _split_flags(flags)
     options = parse(Scale, "tutti scale", own_flags)
-    if words[:1] == ["train"] or words[:2] == ["tutti", "train"]:
-        train_flags += words[words.index("train") + 1 :]  # treated as flags before the dashes
-        words = []
+    if command[:1] == ["train"] or command[:2] == ["tutti", "train"]:
+        train_flags += command[command.index("train") + 1 :]  # treated as flags before the dashes
+        command = []
     if options.ranks is None:
         raise UsageError("--ranks is required. Use numbers of ranks such as --ranks 1,2,4.")
     items = options.ranks.split(",")
@@ -95,20 +95,20 @@ def main(arguments: list[str]) -> int:
             f"--ranks must be whole numbers separated by commas, such as 1,2,4, got {options.ranks}"
         )
     sizes = sorted({int(item) for item in items})
-    if not words and not any(word.partition("=")[0] == "--recipe" for word in train_flags):
-        program = next((word for word in train_flags if word.endswith(".py")), None)
+    if not command and not any(flag.partition("=")[0] == "--recipe" for flag in train_flags):
+        program = next((flag for flag in train_flags if flag.endswith(".py")), None)
         cure = "Add --recipe NAME (lenet, gpt, …), or -- train.py …."
         if program is not None:
             cure = f"Put two dashes before the program: tutti scale --ranks 1,2 -- {program} …."
         raise UsageError(f"there is no job to run. {cure}")
-    if words and train_flags:
+    if command and train_flags:
         raise UsageError(
             f"there is no flag {train_flags[0]}. See tutti scale --help. Write flags of a program "
             "after the program."
         )
     _check(options)
-    if words:
-        return _scale_program(options, sizes, words)
+    if command:
+        return _scale_program(options, sizes, command)
     return _scale_recipe(options, sizes, train_flags)
 
 
@@ -118,11 +118,11 @@ def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
     names |= {"-n", "-h", "--help"}
     own_flags: list[str] = []
     train_flags: list[str] = []
-    expects_value = False  # the next word is the value of a flag of this command
-    for word in flags:
-        name = word.partition("=")[0].replace("_", "-")
-        (own_flags if name in names or expects_value else train_flags).append(word)
-        expects_value = name in names and "=" not in word and name not in ("-h", "--help")
+    expects_value = False  # the next argument is the value of a flag of this command
+    for argument in flags:
+        name = argument.partition("=")[0].replace("_", "-")
+        (own_flags if name in names or expects_value else train_flags).append(argument)
+        expects_value = name in names and "=" not in argument and name not in ("-h", "--help")
     return own_flags, train_flags
 
 
@@ -141,18 +141,18 @@ def _check(options: Scale) -> None:
         raise UsageError(f"--out {out} exists and is not empty. Choose another directory.")
 
 
-def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
+def _scale_program(options: Scale, sizes: list[int], command: list[str]) -> int:
     """Run any training program, unchanged, and return the exit code."""
     from tutti.cli import COMMANDS
     from tutti.profile.captured_command import resolve_command
 
     if options.sweep is not None:
         raise UsageError("--sweep sets flags of tutti train, so it needs --recipe NAME")
-    starts_ranks = scale_runs.starts_ranks_itself(words, sizes)
-    words = ["python", *words] if words[0] == "-m" else words
-    command = tuple(resolve_command(words, list(COMMANDS)))
+    starts_ranks = scale_runs.starts_ranks_itself(command, sizes)
+    command = ["python", *command] if command[0] == "-m" else command
+    resolved = tuple(resolve_command(command, list(COMMANDS)))
     device, per_gpu = options.device, options.ranks_per_gpu
-    job = Job(command, starts_ranks=starts_ranks, device=device, ranks_per_gpu=per_gpu)
+    job = Job(resolved, starts_ranks=starts_ranks, device=device, ranks_per_gpu=per_gpu)
     return _measure(options, sizes, job, options.mode or "weak", lambda run, folder: ())
 
 
@@ -167,10 +167,10 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     steps = str(options.schedule().steps)
 
     def extra_flags(ranks: int, swept_values: dict[str, str]) -> list[str]:
-        words = [word for flag, value in swept_values.items() for word in (f"--{flag}", value)]
+        added = [text for flag, value in swept_values.items() for text in (f"--{flag}", value)]
         # The only checkpoint is after the timed steps.
-        words += ["--steps", steps, "--no-evaluate", "--checkpoint-every", steps]
-        settings = _read_train_flags([*flags, *words], ranks).settings
+        added += ["--steps", steps, "--no-evaluate", "--checkpoint-every", steps]
+        settings = _read_train_flags([*flags, *added], ranks).settings
         batch = settings.batching.global_batch
         if mode == "weak" and batch is not None:
             raise UsageError(
@@ -180,8 +180,8 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
         if mode == "strong" and not batch:
             # All runs use the global batch of the smallest number of ranks.
             batch = make_schedule(settings, sizes[0], _MANY_SAMPLES).global_batch
-            words += ["--global-batch", str(batch)]
-        return words
+            added += ["--global-batch", str(batch)]
+        return added
 
     for ranks in sizes:
         for swept in sweep:
@@ -206,10 +206,10 @@ def _sweep_learning_rates(
     options: Scale, sizes: list[int], flags: list[str], values: list[str]
 ) -> int:
     """Compare the losses (not the speed) of learning rates, like tutti train --lr-sweep."""
-    words = [*flags, "--ranks", ",".join(map(str, sizes)), "--lr-sweep", ",".join(values)]
-    words += options.device_flags()
-    words += [] if options.steps is None else ["--steps", str(options.steps)]
-    summaries, code = train_learning_rates(read_flags(words, "tutti scale")[0], words)
+    train_flags = [*flags, "--ranks", ",".join(map(str, sizes)), "--lr-sweep", ",".join(values)]
+    train_flags += options.device_flags()
+    train_flags += [] if options.steps is None else ["--steps", str(options.steps)]
+    summaries, code = train_learning_rates(read_flags(train_flags, "tutti scale")[0], train_flags)
     print_learning_rates(summaries)
     keys = ("final_loss", "test_loss", "test_accuracy", "samples_per_s", "steps", "diverged")
     sweep = [
