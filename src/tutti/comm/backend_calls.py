@@ -73,7 +73,7 @@ class WireReduction:
         # NCCL has no bitwise reductions.
         self.by_bits = op in _ON_BITS and backend == "nccl"
         self.widens = dtype == torch.int16 and backend != "shm" and not self.by_bits
-        # Not every version of gloo has a mean; NCCL and shm divide while they reduce.
+        # Not every version of gloo has a mean. NCCL and shm divide while they reduce.
         self.divides = op == "mean" and backend not in ("nccl", "shm")
         if self.divides:
             op = "sum"

@@ -34,7 +34,7 @@ DTYPES = tuple(  # the last name, bytes, stands for every other dtype
     re.sub(r"^[a-z]+(?=\d)", lambda prefix: _TORCH_NAMES[prefix[0]], name) for name in native.DTYPES
 )
 REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIONS)
-# streamed: enqueued on a CUDA stream; the ledger does not record when the operation completes.
+# A streamed operation is enqueued on a CUDA stream. The ledger does not record when it completes.
 STATES = ("begun", "waiting", "done", "failed", "streamed")
 BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 
@@ -161,7 +161,7 @@ _LOCATION_SECONDS = 1.0
 # is not reused, and the texts of its lines (None for code of tutti.comm or torch).
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
 _location_writers: dict[str, Callable[[str], None]] = {}
-# The pid of the process in which the recording thread runs: a forked child has no such thread.
+# The pid of the process in which the recording thread runs. A forked child has no such thread.
 _recording_process: int | None = None
 
 

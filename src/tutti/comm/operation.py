@@ -68,7 +68,7 @@ class CommGroup:
         self.messages = 0  # number of sends and receives that this rank has begun
         self.comparisons = 0  # number of comparisons of calls between ranks (debug mode)
         self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
-        self.has_symmetric_memory: bool | None = None  # on CUDA; None if not checked yet
+        self.has_symmetric_memory: bool | None = None  # whether CUDA has it, or None if not checked
         self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
         self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
 
@@ -220,7 +220,7 @@ class Operation:
 
 # The comm.group() block of this thread, which collects operations instead of sending them.
 current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
-# Set by comm.debug(True): the function that compares the calls of all ranks before they are sent.
+# The function that compares the calls of all ranks before they are sent, set by comm.debug(True).
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 

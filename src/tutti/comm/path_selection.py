@@ -358,7 +358,7 @@ class _KernelWork:
 
 
 def _one_shot(operation: Operation, asynchronous: bool) -> _KernelWork | None:
-    """All-reduce through a buffer in symmetric memory, on the current stream."""
+    """All-reduce through a buffer in symmetric memory, on the current stream. Return its Work."""
     from tutti.comm.symmetric import all_reduce_staged
 
     assert operation.target is not None

@@ -229,7 +229,7 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _replicate(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice to replicate. Sharding gathers twice and scatters once; replicas move 2/3."""
+    """Yield advice to replicate. Replicas move 2/3 of the bytes that sharding moves."""
     exposed = run.exposed("shard")
     gathered = run.collectives("all_gather", "shard")
     if exposed <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):

@@ -242,7 +242,7 @@ class Capture:
             return ProfilerAction.NONE
         if step < self.wait + self.warmup:
             return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD  # until close()
+        return ProfilerAction.RECORD  # close() ends the recording
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         if self.path is not None or self._steps <= self.wait + self.warmup:

@@ -206,7 +206,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
 def _clock_owners(
     traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
 ) -> dict[int, int]:
-    """The owner of each rank's clock: the first rank of its host, unless the clocks differ."""
+    """Return the owner of each rank's clock, which is the first rank with the same clock."""
     first: dict[str, int] = {}
     owner = {trace.rank: first.setdefault(trace.host, trace.rank) for trace in traces}
     differences: dict[int, list[float]] = defaultdict(list)

@@ -100,7 +100,7 @@ class Explanation:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The trace files in a folder or in its subfolder `traces`, or `path` if it is a file."""
+    """Return the trace files in a folder or its subfolder `traces`, or `path` if it is a file."""
     if path.is_file():
         if is_merged(path):
             raise UsageError(

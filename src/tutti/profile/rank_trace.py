@@ -240,7 +240,7 @@ class RankTrace:
 
 
 def operation_named(name: str) -> str | None:
-    """The operation in a name: all_reduce in c10d::allreduce_ or ncclDevKernel_AllReduce_Sum_f32"""
+    """Return the operation in a name, such as all_reduce in ncclDevKernel_AllReduce_Sum_f32."""
     letters = re.sub(r"[^a-z]", "", name.lower())
     return next((each for each in _OPERATIONS if each.replace("_", "") in letters), None)
 

@@ -336,7 +336,7 @@ class _TraceReader:
         return index >= 0 and moment <= float(intervals.ends[index])
 
     def _gradients(self, start: float, end: float) -> tuple[float, float] | None:
-        """The times of the first gradient and of the end of backward between two host times."""
+        """Return the times of the first gradient and of the end of backward between two times."""
         engine = self.engine.intervals().between(start, end)
         found = [intervals.between(start, end) for intervals in self._accumulations.values()]
         firsts = [float(intervals.starts[0]) for intervals in found if len(intervals.starts)]
@@ -442,7 +442,7 @@ class _Kernels:
 
 
 def _multiplications(name: str, arguments: dict[str, Any]) -> int:
-    """The number of multiplications of a matrix product, or roughly that of a convolution."""
+    """Return the number of multiplications of a matrix product, or roughly of a convolution."""
     if name not in _MATRIX_OPERATORS:
         return 0
     dims = arguments.get("Input Dims") or []

@@ -53,7 +53,7 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
 class ExposedTime(NamedTuple):
     """Seconds per step in which gradients move and nothing computes."""
 
-    within_backward: float  # between operators of backward, when the rank is idle anyway
+    within_backward: float  # time between operators of backward, when the rank is idle anyway
     added: float  # time of calls during backward and transfers after it, which lengthen the step
 
 

@@ -19,7 +19,7 @@ def slurm_script(
     cpus_per_rank: int | None,
     directives: dict[str, str | None],
 ) -> str:
-    """Return an sbatch script. `directives` maps long flags to values; None omits the flag."""
+    """Return an sbatch script. `directives` maps long flags to values. None omits the flag."""
     if nodes < 1 or ranks_per_node < 1:
         raise UsageError(
             f"the numbers of nodes and of ranks per node must be at least 1, got {nodes} nodes "
@@ -78,7 +78,7 @@ def mpi_script(
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """Parse `n1:4,n2:4`. A host without a number runs one rank."""
+    """Return (name, number of ranks) of each host in `n1:4,n2:4`. The default number is 1."""
     hosts = []
     for item in text.split(","):
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::([1-9][0-9]*))?", item.strip())

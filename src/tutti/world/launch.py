@@ -73,7 +73,7 @@ class LocalWorld:
             raise UsageError(f"{flag} needs a GPU, but no GPU is visible on this host. Omit it.")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
-        """Run until all ranks have ended and return 0, or the exit code of the first failure."""
+        """Run until all ranks have ended. Return 0 or the exit code of the first failure."""
         self.check()
         shared = without_launcher_variables(os.environ if env is None else env)
         with ExitStack() as stack:
@@ -222,7 +222,7 @@ class Supervisor:
         self._scheduled: list[tuple[float, int]] = []  # (time, signal) to send to all ranks
 
     def run(self) -> int:
-        """Run until all ranks have ended and return 0, or the exit code of the first failure."""
+        """Run until all ranks have ended. Return 0 or the exit code of the first failure."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = _OWN_FILES + _FILES_PER_RANK * len(self._environments)
         if soft < needed:

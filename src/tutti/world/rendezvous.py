@@ -45,7 +45,7 @@ class Rendezvous:
 
 
 def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
-    """Open the store that all ranks of this world share, within `timeout` seconds."""
+    """Open and return the store that all ranks of this world share, within `timeout` seconds."""
     if identity.size == 1 and not identity.agent_store:
         return Rendezvous(dist.HashStore(), "", 0, "a world of one rank needs no port")
     if identity.master_host is None:

@@ -103,7 +103,7 @@ class World:
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         normal_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-        # BrokenPipeError: the reader of the output has ended (`tutti world | head`).
+        # A BrokenPipeError means that the reader of the output has ended (`tutti world | head`).
         if error is not None and not normal_exit and not isinstance(error, BrokenPipeError):
             self._failures.handle(error)
         self.close()
@@ -293,7 +293,7 @@ def _open_liveness(
         return hub
     first = roster.ranks[0]
     same_machine = first.machine == roster.ranks[rank].machine
-    # Rank 0's own address may be a loopback address; then use the address of its store.
+    # If rank 0's own address is a loopback address, use the address of its store.
     host = store_host if same_machine or first.address.startswith("127.") else first.address
     try:
         address = (host, first.liveness_port)

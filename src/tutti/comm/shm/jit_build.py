@@ -68,7 +68,7 @@ def core_library() -> Library:
         tuple(sorted(folder.glob("*.c"))),
         tuple(sorted(folder.glob("*.h"))),
         ("CC", "cc", "gcc", "clang"),
-        # -ffp-contract=off: one rounding per operation, so that all machines give the same bits.
+        # -ffp-contract=off rounds once per operation, so that all machines give the same bits.
         (
             *("-O3", "-g0", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off"),
             *("-Wall", "-Wextra"),
@@ -143,7 +143,7 @@ def _compile_all(libraries: list[Library], folder: Path) -> None:
 
 
 def _find(library: Library) -> Path | None:
-    """Return a file built from exactly the present sources: beside this file, or in the cache."""
+    """Return a file built from the present sources, beside this file or in the cache, or None."""
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"{library.name}{suffix}"
         if path.exists():

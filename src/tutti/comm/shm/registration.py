@@ -52,7 +52,7 @@ def autoload() -> None:
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    """Return (front, details): the compiled C++ module, or None and the reason."""
+    """Return the compiled C++ module and details, or None and the reason why there is none."""
     if sys.platform != "linux":
         return None, f"shm needs memfd and /proc of Linux, but this is {sys.platform}"
     if not os.path.isdir("/proc/self/fd"):
