@@ -168,8 +168,8 @@ def _rendezvous(
         gpus = []
     rendezvous = open_rendezvous(identity, start_timeout)
     address = local_address_towards(rendezvous.host) if rendezvous.host else None
-    own = describe_rank(identity, address or "", gpus)
-    roster = exchange_rank_info(rendezvous.store, own, identity.size, start_timeout)
+    own_info = describe_rank(identity, address or "", gpus)
+    roster = exchange_rank_info(rendezvous.store, own_info, identity.size, start_timeout)
     store = dist.PrefixStore(f"tutti/doctor/{roster.start_id}", rendezvous.store)
     yield roster.ranks, store
     # The store may be in the process of rank 0, so rank 0 leaves last.

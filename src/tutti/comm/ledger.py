@@ -169,8 +169,8 @@ def call_site(frame: FrameType | None) -> bytes:
     """Return the innermost line outside tutti.comm and torch from which a call was made."""
     while frame is not None:
         code = frame.f_code
-        known = _sites.get(id(code))
-        lines = known[1] if known is not None else _add_site(code)
+        site = _sites.get(id(code))
+        lines = site[1] if site is not None else _add_site(code)
         if lines is not None:
             line = frame.f_lineno
             text = lines.get(line)

@@ -137,8 +137,8 @@ def save(table: Table) -> Path:
     with contextlib.suppress(UsageError):
         if (stored := load(table.ranks)) is not None:
             renewed = {(row.op, row.device) for row in table.rows}
-            kept = (row for row in stored.rows if (row.op, row.device) not in renewed)
-            dated = (replace(row, measured=row.measured or stored.measured) for row in kept)
+            other_rows = (row for row in stored.rows if (row.op, row.device) not in renewed)
+            dated = (replace(row, measured=row.measured or stored.measured) for row in other_rows)
             table = replace(table, rows=(*dated, *table.rows))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,12 +268,12 @@ def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
     """Return the paths of a group for tensors on this device. Its backend comes first."""
     from tutti.comm.shm.registration import hosts
 
-    own = comm_group.backend(device)
-    if own == "shm" and hosts(comm_group.process_group) > 1:
+    backend = comm_group.backend(device)
+    if backend == "shm" and hosts(comm_group.process_group) > 1:
         return ("hierarchical",)
-    if device == "cuda" and own == "nccl" and _has_symmetric_memory(comm_group):
-        return own, "symmetric one-shot"
-    return (own,)
+    if device == "cuda" and backend == "nccl" and _has_symmetric_memory(comm_group):
+        return backend, "symmetric one-shot"
+    return (backend,)
 
 
 def _has_symmetric_memory(comm_group: CommGroup) -> bool:

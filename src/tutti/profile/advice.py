@@ -73,7 +73,9 @@ class ProfiledRun:
 
     def collectives(self, operation: str, axis: str) -> list[MatchedCollective]:
         kind = (operation, axis)
-        return [each for each in self.matched if (each.first.operation, each.first.axis) == kind]
+        return [
+            match for match in self.matched if (match.first.operation, match.first.axis) == kind
+        ]
 
 
 def advise(run: ProfiledRun) -> list[Advice]:
@@ -145,7 +147,9 @@ def _advice(
 
 def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
     """Return the fitted cost of a message, and a text that limits a gain computed from it."""
-    cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
+    cost = fit_message_cost(
+        [(message.first.bytes, message.transfer_seconds) for message in messages]
+    )
     if cost is None or cost.separated:
         return cost, ""
     return cost, ", at best (latency unknown: all messages have about the same size)"
@@ -155,10 +159,12 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     """Yield advice on the size of DDP buckets. The gain is computed with BucketModel."""
     exposed = run.exposed("dp", bucket=True)
     all_reduces = run.collectives("all_reduce", "dp")
-    buckets = [each for each in all_reduces if each.first.bucket_ready is not None]
+    buckets = [match for match in all_reduces if match.first.bucket_ready is not None]
     # All-reduces that are not buckets run under other conditions, so they are used for the fit only
     # if there is a single bucket per step.
-    one_bucket = len({each.first.bytes for each in buckets}) == 1 and len(buckets) <= run.step_count
+    one_bucket = (
+        len({bucket.first.bytes for bucket in buckets}) == 1 and len(buckets) <= run.step_count
+    )
     cost, bound = _message_cost(all_reduces if one_bucket else buckets)
     if cost is None or exposed <= 0:
         return
@@ -199,11 +205,11 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
                 return
             first, end = step.gradients
             arrivals = [
-                each.arrival
-                for each in trace.collectives
-                if (each.operation, each.axis) == ("all_reduce", "dp")
-                and each.bytes > _LARGEST_SCALAR
-                and first <= each.arrival < step.end
+                call.arrival
+                for call in trace.collectives
+                if (call.operation, call.axis) == ("all_reduce", "dp")
+                and call.bytes > _LARGEST_SCALAR
+                and first <= call.arrival < step.end
             ]
             if any(arrival < end for arrival in arrivals):
                 return
@@ -218,12 +224,12 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
 def _grouping(run: ProfiledRun) -> Iterator[Advice]:
     """Yield advice if there are many small messages. As one message, they cost one latency α."""
     all_reduces = run.collectives("all_reduce", "dp")
-    small = [each for each in all_reduces if each.first.bucket_ready is None]
+    small = [match for match in all_reduces if match.first.bucket_ready is None]
     count = len(small) / run.step_count
     cost, bound = _message_cost(all_reduces)
     if cost is None or count < 4:
         return
-    size = format_bytes(sum(each.first.bytes for each in small) / run.step_count)
+    size = format_bytes(sum(match.first.bytes for match in small) / run.step_count)
     gain = min(run.exposed("dp", bucket=False), cost.alpha * (count - 1))
     yield _advice(run, "grouping", gain, count=count, size=size, bound=bound)
 
@@ -237,7 +243,7 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
     ranks = gathered[0].first.group_size or len(gathered[0].members)
     # Parameters are gathered for forward and for backward. Replicas hold the parameters, the
     # gradients and Adam's two states in full instead of a shard of each.
-    model = sum(each.first.bytes for each in gathered) / run.step_count / 2
+    model = sum(match.first.bytes for match in gathered) / run.step_count / 2
     more = 4 * model * (1 - 1 / ranks)
     memory = run.device_memory()
     free = min((device * _MEMORY_FULL - used for used, device in memory), default=0)
@@ -358,7 +364,7 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
     """Yield advice on microbatches. The bubble of p stages is (p - 1) / m of the work."""
     bubble = run.part("bubble")
     receives = [
-        sum(each.operation in ("recv", "send_recv") for each in trace.collectives_called_in(step))
+        sum(call.operation in ("recv", "send_recv") for call in trace.collectives_called_in(step))
         for trace in run.traces
         for step in trace.steps
     ]

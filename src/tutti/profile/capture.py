@@ -196,12 +196,16 @@ class Capture:
 
     def _before_profiler_starts(self, starting: Any) -> None:
         """End this capture, and keep its recorded steps, if `starting` belongs to the program."""
-        own = self._profiler
-        if own is None or self._steps < self.wait or getattr(own, "profiler", None) is starting:
+        profiler = self._profiler
+        if (
+            profiler is None
+            or self._steps < self.wait
+            or getattr(profiler, "profiler", None) is starting
+        ):
             return
         self._never_raise(self.close)
-        if isinstance(own, _NvtxRanges):
-            own.end()
+        if isinstance(profiler, _NvtxRanges):
+            profiler.end()
         _report(f"the capture has ended: {_OTHER_PROFILER}")
 
     def _start(self) -> None:
@@ -377,8 +381,8 @@ class _BatchCounter:
             if self._loader is None:
                 self._loader = loader
             if self._loader is loader and self._samples is not None:
-                known = isinstance(samples, int | float)
-                self._samples = self._samples + samples if known else None
+                is_number = isinstance(samples, int | float)
+                self._samples = self._samples + samples if is_number else None
             return batch
 
         _replace(self._hooks, owner, name, counted)

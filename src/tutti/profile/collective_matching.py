@@ -41,13 +41,13 @@ class MatchedCollective:
     @property
     def lateness(self) -> float:
         """Seconds between the second last arrival and the last arrival."""
-        *_, second_last, last = sorted(each.arrival for each in self.members.values())
+        *_, second_last, last = sorted(member.arrival for member in self.members.values())
         return last - second_last
 
     @property
     def transfer_seconds(self) -> float:
         """Seconds from the last arrival to the end, which is the time without waiting."""
-        return max(0.0, max(each.end - each.transfer_start for each in self.members.values()))
+        return max(0.0, max(member.end - member.transfer_start for member in self.members.values()))
 
 
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
@@ -56,11 +56,11 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     Store in each collective which rank arrived last, and when. This needs aligned clocks.
     """
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
-    ambiguous = {id(each) for each in collectives_without_group(traces)}
+    ambiguous = {id(collective) for collective in collectives_without_group(traces)}
     for trace in traces:
         starts = [step.start for step in trace.steps]
         occurrences: dict[tuple[Any, ...], int] = defaultdict(int)
-        for collective in sorted(trace.collectives, key=lambda each: each.arrival):
+        for collective in sorted(trace.collectives, key=lambda call: call.arrival):
             key = _matching_key(collective, trace)
             if key is None or id(collective) in ambiguous:
                 continue
@@ -87,8 +87,12 @@ def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
     world_size = max(trace.world_size for trace in traces)
     if not any(1 < size < world_size for size in sizes):
         return []
-    collectives = [each for trace in traces for each in trace.collectives]
-    return [each for each in collectives if not each.group and not each.group_ranks]
+    collectives = [collective for trace in traces for collective in trace.collectives]
+    return [
+        collective
+        for collective in collectives
+        if not collective.group and not collective.group_ranks
+    ]
 
 
 def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
@@ -191,7 +195,9 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
     """
     for trace in traces:
         trace.shift((trace.base_ns - traces[0].base_ns) / 1e9)
-    matched = [each for each in match_collectives(traces) if each.first.operation in SYNCHRONIZING]
+    matched = [
+        match for match in match_collectives(traces) if match.first.operation in SYNCHRONIZING
+    ]
     owner = _clock_owners(traces, matched)
     offsets = _offsets(traces[0].rank, owner, matched)
     clocks = []

@@ -47,7 +47,7 @@ class Explanation:
 
     def rows(self) -> dict[str, Any]:
         """Return the content of the JSON: `ranks[]`, `steps[]`, `comm[]`, `stragglers[]`, …"""
-        ranks = [self._rank_row(*each) for each in zip(self.traces, self.clocks, strict=True)]
+        ranks = [self._rank_row(*pair) for pair in zip(self.traces, self.clocks, strict=True)]
         stragglers = straggler_rows([trace.rank for trace in self.traces], self.steps, self.matched)
         return {
             "world_size": max(trace.world_size for trace in self.traces),
@@ -178,7 +178,7 @@ def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[R
     older: list[str] = []
     without_rank = [trace for trace in traces if trace.rank < 0]
     with_rank = [trace for trace in traces if trace.rank >= 0]
-    for trace in sorted(with_rank, key=lambda each: each.base_ns / 1e9 + each.steps[0].start):
+    for trace in sorted(with_rank, key=lambda trace: trace.base_ns / 1e9 + trace.steps[0].start):
         if trace.rank in newest:
             older.append(newest[trace.rank].path.name)
         newest[trace.rank] = trace
@@ -198,18 +198,18 @@ def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """Return notes about differences between ranks that are too large to be chance."""
     notes = []
     for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
-        known = sorted((row for row in ranks if row[key]), key=lambda row: row[key])
-        if known and known[-1][key] > 1.25 * known[0][key]:
-            least, most = known[0], known[-1]
+        with_memory = sorted((row for row in ranks if row[key]), key=lambda row: row[key])
+        if with_memory and with_memory[-1][key] > 1.25 * with_memory[0][key]:
+            lowest, highest = with_memory[0], with_memory[-1]
             notes.append(
-                f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, but rank "
-                f"{least['rank']} has {least[key] / 1e6:,.0f} MB"
+                f"{name} is uneven: rank {highest['rank']} has {highest[key] / 1e6:,.0f} MB, but "
+                f"rank {lowest['rank']} has {lowest[key] / 1e6:,.0f} MB"
             )
     by_busy = sorted(ranks, key=lambda row: row["busy"])
-    least, most = by_busy[0], by_busy[-1]
-    if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
+    lowest, highest = by_busy[0], by_busy[-1]
+    if highest["busy"] - lowest["busy"] > 0.1 and highest["busy"] > 1.25 * lowest["busy"]:
         notes.append(
-            f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "
-            f"the step, but rank {least['rank']} computes {100 * least['busy']:.0f} %"
+            f"ranks are unevenly busy: rank {highest['rank']} computes {100 * highest['busy']:.0f} "
+            f"% of the step, but rank {lowest['rank']} computes {100 * lowest['busy']:.0f} %"
         )
     return notes

@@ -46,8 +46,8 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
         yield f"      … {len(ranks) - len(shown)} more ranks: see --json"
     balance = "busy " + _range([100 * row["busy"] for row in ranks], "%")
     for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
-        if known := [row[key] / 1e6 for row in ranks if row[key]]:
-            balance += f"; {name} {_range(known, 'MB')}"
+        if values := [row[key] / 1e6 for row in ranks if row[key]]:
+            balance += f"; {name} {_range(values, 'MB')}"
             break
     yield balance
     overhead = median(row["recording_overhead"] or 1 for row in ranks)

@@ -59,8 +59,8 @@ class Intervals:
     def _where(self, other: "Intervals", inside: bool) -> "Intervals":
         """Return the segments of this set that lie inside (or outside) the other set."""
         edges = np.unique(np.concatenate([self.starts, self.ends, other.starts, other.ends]))
-        kept = self._contains(edges) & (other._contains(edges) == inside)
-        return merge(edges[:-1][kept[:-1]], edges[1:][kept[:-1]])
+        selected = self._contains(edges) & (other._contains(edges) == inside)
+        return merge(edges[:-1][selected[:-1]], edges[1:][selected[:-1]])
 
     def _contains(self, moments: Floats) -> npt.NDArray[np.bool_]:
         begun = np.searchsorted(self.starts, moments, side="right")
@@ -236,13 +236,15 @@ class RankTrace:
                     setattr(collective, name, moment + seconds)
 
     def collectives_called_in(self, step: Step) -> list[Collective]:
-        return [each for each in self.collectives if step.start <= each.arrival < step.end]
+        return [call for call in self.collectives if step.start <= call.arrival < step.end]
 
 
 def operation_named(name: str) -> str | None:
     """Return the operation in a name, such as all_reduce in ncclDevKernel_AllReduce_Sum_f32."""
     letters = re.sub(r"[^a-z]", "", name.lower())
-    return next((each for each in _OPERATIONS if each.replace("_", "") in letters), None)
+    return next(
+        (operation for operation in _OPERATIONS if operation.replace("_", "") in letters), None
+    )
 
 
 def element_bytes(dtype: str) -> int:

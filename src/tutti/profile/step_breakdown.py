@@ -108,7 +108,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
         step=step.number,
         seconds=whole.seconds,
         intervals=intervals,
-        parts={name: each.seconds for name, each in intervals.items()},
+        parts={name: part.seconds for name, part in intervals.items()},
         waited_for=waited_for,
         by_kind=_split_by_kind(
             {"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, extents
@@ -129,10 +129,10 @@ def _split_by_kind(
     # The remaining time is spent entering or leaving a call or waking up after a call. Attribute
     # the time to the kind of the last call before.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
-    arrivals.sort(key=lambda each: each[0])
+    arrivals.sort(key=lambda arrival: arrival[0])
     for name, region in regions.items():
         for start, end in zip(region.starts, region.ends, strict=True):
-            position = bisect_right(arrivals, end, key=lambda each: each[0])
+            position = bisect_right(arrivals, end, key=lambda arrival: arrival[0])
             kind = arrivals[max(0, position - 1)][1] if arrivals else (None, False)
             by_kind.setdefault(kind, dict.fromkeys(regions, 0.0))[name] += float(end - start)
     return by_kind
@@ -152,21 +152,21 @@ def comm_rows(
     for collective in matched:
         first, members = collective.first, collective.members.values()
         in_matched.update(map(id, members))
-        wait = sum(each.transfer_start - each.start for each in members) / len(members)
+        wait = sum(member.transfer_start - member.start for member in members) / len(members)
         ranks = first.group_size or len(first.group_ranks) or len(members)
         samples[_key(first)].append((collective.transfer_seconds, wait, True, ranks))
     for trace in traces:
-        for each in trace.collectives:
-            if id(each) not in in_matched and not each.is_point_to_point:
-                ranks = each.group_size or trace.world_size
-                samples[_key(each)].append((each.end - each.start, 0.0, False, ranks))
+        for call in trace.collectives:
+            if id(call) not in in_matched and not call.is_point_to_point:
+                ranks = call.group_size or trace.world_size
+                samples[_key(call)].append((call.end - call.start, 0.0, False, ranks))
     rows = [_comm_row(traces, key, values) for key, values in samples.items()]
     return sorted(rows, key=lambda row: -row["transfer_s"]["total"])
 
 
-def _key(each: Collective) -> _Key:
-    operation = "send_recv" if each.is_point_to_point else each.operation
-    return operation, each.group, each.axis, each.bytes, each.dtype
+def _key(call: Collective) -> _Key:
+    operation = "send_recv" if call.is_point_to_point else call.operation
+    return operation, call.group, call.axis, call.bytes, call.dtype
 
 
 def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
 def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
     """Return the DDP buckets of a step in the order of their calls."""
-    buckets = [each for each in trace.collectives_called_in(step) if each.bucket_ready is not None]
+    buckets = [call for call in trace.collectives_called_in(step) if call.bucket_ready is not None]
     return sorted(buckets, key=lambda bucket: (bucket.bucket_ready, bucket.arrival))
 
 
@@ -256,9 +256,9 @@ def straggler_rows(
     `cost_s` is the time per step in which the other ranks neither computed nor moved data because
     of this rank. It is the mean over the other ranks.
     """
-    synchronizing = [each for each in matched if each.first.operation in SYNCHRONIZING]
+    synchronizing = [match for match in matched if match.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
-    times_last = Counter(each.last_rank for each in synchronizing)
+    times_last = Counter(match.last_rank for match in synchronizing)
     rows = []
     for rank in ranks:
         others = [step for step in steps if step.rank != rank]
@@ -268,7 +268,7 @@ def straggler_rows(
         ]
         if not any(cost > 0 for cost in costs):
             continue
-        lateness = [each.lateness for each in synchronizing if each.last_rank == rank]
+        lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
         share = fmean(costs) / length
         late_steps = sum(cost > _NOTABLE_SHARE * length for cost in costs)
         waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)

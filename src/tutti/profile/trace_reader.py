@@ -273,14 +273,14 @@ class _TraceReader:
         kernels = self.kernels
         for event in self.comm_ranges:
             launched = kernels.launched_by(event.thread, event.start, event.end)
-            known = list(filter(None, map(self.collective_of_kernel.get, launched)))
-            if not launched or any(collective.group for collective in known):
+            collectives = list(filter(None, map(self.collective_of_kernel.get, launched)))
+            if not launched or any(collective.group for collective in collectives):
                 continue  # NCCL kernels have more information than the range around them
             for index in launched:
                 kernels.computes[index] = False
             if event.tag.phase == "wait":
                 continue
-            replaced.update(map(id, known))
+            replaced.update(map(id, collectives))
             start = min(kernels.start[index] for index in launched)
             last = max(launched, key=lambda index: kernels.end[index])
             process, thread = kernels.stream(last)
@@ -288,7 +288,9 @@ class _TraceReader:
             combined = Collective(event.operation, start, start, end, thread, process)
             fill_from_tag(combined, event.tag)
             self.collectives.append(combined)
-        self.collectives = [each for each in self.collectives if id(each) not in replaced]
+        self.collectives = [
+            collective for collective in self.collectives if id(collective) not in replaced
+        ]
 
     def _move_to_device_time(self) -> None:
         """Convert steps, gradients and buckets from host times to times on the device."""
@@ -320,7 +322,9 @@ class _TraceReader:
             step.end = following.start
         if self.steps:  # kernels launched before the recording began have no launch event
             first_start = self.steps[0].start
-            self.collectives = [each for each in self.collectives if each.end > first_start]
+            self.collectives = [
+                collective for collective in self.collectives if collective.end > first_start
+            ]
 
     @cached_property
     def _accumulations(self) -> dict[Any, Intervals]:
@@ -420,9 +424,9 @@ class _Kernels:
         moments, threads = np.array(self._launch_time)[launches], np.array(self._launch_thread)
         result = {}
         for thread, number in self._threads.items():
-            own = np.flatnonzero(threads[launches] == number)
-            own = own[np.argsort(moments[own], kind="stable")]
-            result[thread] = moments[own], kernels[own]
+            selected = np.flatnonzero(threads[launches] == number)
+            selected = selected[np.argsort(moments[selected], kind="stable")]
+            result[thread] = moments[selected], kernels[selected]
         return result
 
     @cached_property
@@ -436,9 +440,9 @@ class _Kernels:
         launch_numbers = np.array(self._launch_number, dtype=np.int64)[by_number]
         numbers = np.array(self._number, dtype=np.int64)
         index = np.searchsorted(launch_numbers, numbers)
-        known = index < len(launch_numbers)
-        known[known] = launch_numbers[index[known]] == numbers[known]
-        return np.flatnonzero(known), by_number[index[known]]
+        has_launch = index < len(launch_numbers)
+        has_launch[has_launch] = launch_numbers[index[has_launch]] == numbers[has_launch]
+        return np.flatnonzero(has_launch), by_number[index[has_launch]]
 
 
 def _multiplications(name: str, arguments: dict[str, Any]) -> int:
@@ -446,7 +450,7 @@ def _multiplications(name: str, arguments: dict[str, Any]) -> int:
     if name not in _MATRIX_OPERATORS:
         return 0
     dims = arguments.get("Input Dims") or []
-    shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(each, int) for each in d)]
+    shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(size, int) for size in d)]
     if len(shapes) < 2:
         return 0
     if "convolution" in name:  # input (or its gradient) × weight without its output channels
@@ -457,5 +461,7 @@ def _multiplications(name: str, arguments: dict[str, Any]) -> int:
 def _host_event(
     operation: str, event: Event, start: float, end: float, tag: Any = None
 ) -> HostEvent:
-    kept = {key: value for key, value in event.get("args", {}).items() if key in _KEPT_ARGUMENTS}
-    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), kept, tag)
+    arguments = {
+        key: value for key, value in event.get("args", {}).items() if key in _KEPT_ARGUMENTS
+    }
+    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), arguments, tag)

@@ -284,11 +284,11 @@ def size_curves(
 
 def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
     """Return ticks that are at least a fraction `gap` of the logarithmic axis apart."""
-    kept: list[float] = []
+    spaced: list[float] = []
     for tick in ticks:
-        if not kept or tick >= kept[-1] * (ticks[-1] / ticks[0]) ** gap:
-            kept.append(tick)
-    return kept
+        if not spaced or tick >= spaced[-1] * (ticks[-1] / ticks[0]) ** gap:
+            spaced.append(tick)
+    return spaced
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -109,8 +109,8 @@ class Scaling:
         return list(dict.fromkeys(notes))
 
     def _base(self, run: MeasuredRun) -> MeasuredRun:
-        smallest = (each for each in self.runs if each.ranks == self.sizes[0])
-        return next((each for each in smallest if each.flags == run.flags), run)
+        smallest = (other for other in self.runs if other.ranks == self.sizes[0])
+        return next((other for other in smallest if other.flags == run.flags), run)
 
     def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
         """Return whether the run's number of samples agrees with `mode`.

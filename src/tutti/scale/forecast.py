@@ -151,10 +151,10 @@ class EfficiencyModel:
 
     def efficiency(self, ranks: int) -> float:
         batch = self._batch(ranks)
-        own = self._constant + (self._own - self._constant) * batch
+        own_seconds = self._constant + (self._own - self._constant) * batch
         growth = self._comm_seconds(ranks) / self._comm_at_largest if self._comm_at_largest else 1.0
-        exposed = max(self._exposed * growth, (self._exposed + self._hidden) * growth - own)
-        seconds = (own + self._input * batch + exposed) / self._busy_share
+        exposed = max(self._exposed * growth, (self._exposed + self._hidden) * growth - own_seconds)
+        seconds = (own_seconds + self._input * batch + exposed) / self._busy_share
         return self._ends.ideal * batch * self._ends.base.step.seconds / seconds
 
     def _batch(self, ranks: int) -> float:

@@ -174,12 +174,12 @@ def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bo
     """Return whether the row's value is faster than each other value in at least 3 of 4 repeats."""
     same_size = [run for run in runs if run.ranks == row["ranks"]]
     throughput = Scaling(same_size, mode).throughput
-    own = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
+    speeds = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
     others = [run for run in same_size if run.flags != row["flags"]]
     ratios: dict[str, list[float]] = {str(run.flags): [] for run in others}
     for run in others:
-        if run.repeat in own:
-            ratios[str(run.flags)].append(own[run.repeat] / throughput(run))
+        if run.repeat in speeds:
+            ratios[str(run.flags)].append(speeds[run.repeat] / throughput(run))
     return bool(ratios) and all(
         len(values) >= _MIN_REPEATS and percentile(values, 25) > 1 for values in ratios.values()
     )

@@ -31,9 +31,9 @@ def gather_json(value: Any) -> list[Any]:
     dist.all_gather(lengths, length)
     # JSON may end with spaces, so the texts are padded to the same length.
     padded = bytearray(text.ljust(int(max(lengths))))
-    own = torch.frombuffer(padded, dtype=torch.uint8)
-    texts = [torch.empty_like(own) for _ in lengths]
-    dist.all_gather(texts, own)
+    buffer = torch.frombuffer(padded, dtype=torch.uint8)
+    texts = [torch.empty_like(buffer) for _ in lengths]
+    dist.all_gather(texts, buffer)
     return [json.loads(bytes(text.numpy())) for text in texts]
 
 

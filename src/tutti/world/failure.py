@@ -87,9 +87,9 @@ class FailureHandler:
         else:
             summary = "".join(traceback.format_exception_only(error)).strip()
             details = "".join(traceback.format_exception(error))
-        own = Failure(self._rank, self._host, summary)
-        first = self._cause(error, self.liveness) or self.liveness.report_failure(own)
-        if first == own:
+        failure = Failure(self._rank, self._host, summary)
+        first = self._cause(error, self.liveness) or self.liveness.report_failure(failure)
+        if first == failure:
             print(f"{self._name} failed: {summary}", file=sys.stderr)
         else:
             self._print_stopped(first, summary)
@@ -129,11 +129,13 @@ class FailureHandler:
             return liveness.report_failure(Failure(early[0], liveness.hosts[early[0]], summary))
         return liveness.first_failure
 
-    def _print_stopped(self, first: Failure, own: str = "") -> None:
+    def _print_stopped(self, first: Failure, summary: str = "") -> None:
         other = f"rank {first.rank} on {first.host}"
         text = f" with the same error as {other}"
-        if own != first.summary:
-            reason = "" if not own or _LOST_PEER.search(own) else f" ({own.splitlines()[0]})"
+        if summary != first.summary:
+            reason = (
+                "" if not summary or _LOST_PEER.search(summary) else f" ({summary.splitlines()[0]})"
+            )
             text = f"{reason}: {other} failed first: {first.summary}"
         print(f"{self._name} stopped{text}", file=sys.stderr, flush=True)
 

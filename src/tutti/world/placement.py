@@ -57,13 +57,15 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
             )
     places = []
     for info in ranks:
-        local, own = by_machine[info.machine], gpus.get(info.rank)
+        local, rank_gpu = by_machine[info.machine], gpus.get(info.rank)
         node = list(by_machine).index(info.machine) if info.node is None else info.node
         local_rank = local.index(info.rank) if info.local_rank is None else info.local_rank
         local_size = len(local) if info.local_size is None else info.local_size
-        on_gpu = 0 if own is None else len(users[_gpu_key(info, own)])
+        on_gpu = 0 if rank_gpu is None else len(users[_gpu_key(info, rank_gpu)])
         places.append(
-            Place(info.rank, info.host, info.machine, node, local_rank, local_size, own, on_gpu)
+            Place(
+                info.rank, info.host, info.machine, node, local_rank, local_size, rank_gpu, on_gpu
+            )
         )
     return places
 
@@ -176,8 +178,8 @@ def cpus_for(
 
 
 def _with_same_cpus(ranks: "Sequence[RankInfo]", rank: int) -> list[int]:
-    own = ranks[rank]
-    return [i.rank for i in ranks if i.machine == own.machine and i.cpus == own.cpus]
+    own_info = ranks[rank]
+    return [i.rank for i in ranks if i.machine == own_info.machine and i.cpus == own_info.cpus]
 
 
 def _choose_threads(
@@ -206,13 +208,13 @@ def gloo_interface(
     """
     if "GLOO_SOCKET_IFNAME" in env:
         return None, "GLOO_SOCKET_IFNAME"
-    own = ranks[rank]
-    remote = [info for info in ranks if info.machine != own.machine]
+    own_info = ranks[rank]
+    remote = [info for info in ranks if info.machine != own_info.machine]
     if not remote:
         return "lo", "all ranks are on this machine"
     # The RankInfo of a rank on the store's host has only a loopback address. The route to the
     # address of a remote rank then determines the interface.
-    address = own.address
+    address = own_info.address
     if not address or address.startswith("127."):
         external = [i.address for i in remote if i.address and not i.address.startswith("127.")]
         address = (local_address_towards(external[0]) if external else None) or ""

@@ -123,7 +123,7 @@ def _serve(
 def _connect(
     identity: Identity, address: str, ports: list[int], reason: str, deadline: float
 ) -> Rendezvous:
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         for port in ports:
             # Probe with an ordinary socket first, because torch's client prints a page of C++
             # frames to standard error for every refused connection.
@@ -131,7 +131,7 @@ def _connect(
                 socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
             except OSError:
                 continue
-            store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, left)))
+            store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, remaining)))
             # A port derived from the job id may belong to the store of another job. Only the store
             # of this job has the key of this job.
             is_set = identity.master_port is not None

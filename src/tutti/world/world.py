@@ -167,7 +167,7 @@ def init(
         if identity.size > 1:
             time.sleep(0.5)  # the other ranks read the roster before the store ends with this rank
         raise
-    own = places[rank]
+    place = places[rank]
 
     counted = ("local_rank", "local_size", "node", "nodes")
     reasons = dict.fromkeys(counted, "counted by machine at the rendezvous")
@@ -175,9 +175,9 @@ def init(
     reasons |= {"host": "gethostname", "master": rendezvous.reason}
     reasons["device"] = "requested" if device == "cpu" else "no GPU is visible"
     torch_device = torch.device("cpu")
-    if own.gpu is not None:
-        torch_device = torch.device("cuda", own.gpu)
-        reasons["device"] = f"GPU {own.gpu} of {len(info.gpus)} visible"
+    if place.gpu is not None:
+        torch_device = torch.device("cuda", place.gpu)
+        reasons["device"] = f"GPU {place.gpu} of {len(info.gpus)} visible"
     reasons["backend"] = "requested"
     if backend is None:
         backend, reasons["backend"] = _default_backend(torch_device, roster)
@@ -197,7 +197,7 @@ def init(
     variables = {name: value for name, value in variables.items() if name not in env}
     env.update(variables)
     if bind_cpus:
-        cpus, threads, binding_reasons = placement.bind(roster.ranks, own, env)
+        cpus, threads, binding_reasons = placement.bind(roster.ranks, place, env)
     else:
         cpus, threads = info.cpus, torch.get_num_threads()
         binding_reasons = dict.fromkeys(("cpus", "threads"), "bind_cpus=False")
@@ -206,18 +206,18 @@ def init(
     world = World(
         rank=rank,
         size=identity.size,
-        local_rank=own.local_rank,
-        local_size=own.local_size,
-        node=own.node,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        node=place.node,
         nodes=len({place.node for place in places}),
-        host=own.host,
+        host=place.host,
         device=torch_device,
         backend=backend,
         launcher=identity.launcher,
         master=f"{rendezvous.host}:{rendezvous.port}" if rendezvous.port else "",
         cpus=cpus,
         threads=threads,
-        ranks_on_device=max(1, own.ranks_on_gpu),
+        ranks_on_device=max(1, place.ranks_on_gpu),
         reasons=reasons | binding_reasons,
         _variables=tuple(variables),
         _rendezvous=rendezvous,

@@ -47,9 +47,9 @@ def make(
     deadline = time.monotonic() + timeout.total_seconds()
 
     def gather(topic: str, value: Any) -> list[Any]:
-        left = max(0.001, deadline - time.monotonic())
+        remaining = max(0.001, deadline - time.monotonic())
         try:
-            return gather_json_from_store(store, topic, value, rank, size, left)
+            return gather_json_from_store(store, topic, value, rank, size, remaining)
         except RanksMissing as missing:
             raise native.ShmTimeout(
                 f"{name_ranks(missing.ranks)} did not connect to group {name} of {size} ranks "

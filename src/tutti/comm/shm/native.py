@@ -195,10 +195,10 @@ def operation(
 ) -> Operation:
     """Return an operation made from lists of (address, bytes). It keeps its arrays alive."""
     ins, outs = ins or [], outs or []
-    made = Operation(kind, dtype, reduce, root, peer, tag, len(ins), len(outs))
-    made.ins = (c_void_p * len(ins))(*(address for address, _ in ins))
-    made.in_bytes = (c_uint64 * len(ins))(*(size for _, size in ins))
-    made.outs = (c_void_p * len(outs))(*(address for address, _ in outs))
-    made.out_bytes = (c_uint64 * len(outs))(*(size for _, size in outs))
-    made.where = where.encode() if where else None
-    return made
+    result = Operation(kind, dtype, reduce, root, peer, tag, len(ins), len(outs))
+    result.ins = (c_void_p * len(ins))(*(address for address, _ in ins))
+    result.in_bytes = (c_uint64 * len(ins))(*(size for _, size in ins))
+    result.outs = (c_void_p * len(outs))(*(address for address, _ in outs))
+    result.out_bytes = (c_uint64 * len(outs))(*(size for _, size in outs))
+    result.where = where.encode() if where else None
+    return result

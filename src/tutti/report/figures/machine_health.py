@@ -130,7 +130,7 @@ def environments(sources: ReportSources) -> Iterator[Figure]:
         for name, value in (environment.get("variables") or {}).items():
             variables.append((source.name, name, value))
         machine = {key: value for key, value in environment.items() if key not in _PROCESS_KEYS}
-        names = next((names for known, names in machines if known == machine), None)
+        names = next((names for other, names in machines if other == machine), None)
         if names is not None:
             names.append(source.name)
         elif machine:

@@ -143,10 +143,12 @@ def learning_rates(result: Result) -> Iterator[Figure]:
 
 def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
     """Return a figure whose first column, the flags, is dropped if no row has flags."""
-    made = plot.figure(key, rows, *parts, **words)
+    figure = plot.figure(key, rows, *parts, **words)
     if any(row["variant"] for row in rows):
-        return made
-    return replace(made, table=Table(made.table.head[1:], [row[1:] for row in made.table.rows]))
+        return figure
+    return replace(
+        figure, table=Table(figure.table.head[1:], [row[1:] for row in figure.table.rows])
+    )
 
 
 def _curves(

@@ -206,13 +206,13 @@ def communication(run: Run) -> Iterator[Figure]:
     layout = plot.bar_layout("ms per step", height, barmode="stack")
     described = [row | {"group": row["description"] or row["group"]} for row in rows]
     yield plot.figure("by_operation", described, bars, layout, left_out=left_out)
-    known = [
+    with_bandwidth = [
         row | {"operation": f"{row['op']} {row.get('axis') or ''}".strip()}
         for row in sorted(rows, key=lambda row: row["bytes"] or 0)
         if row["bytes"] and row["busbw_gbs"]
     ]
-    if known:
-        groups = plot.grouped(known, lambda row: row["operation"])
+    if with_bandwidth:
+        groups = plot.grouped(with_bandwidth, lambda row: row["operation"])
         curves, layout = plot.size_curves(groups, "busbw_gbs", "GB/s", line={"width": 1})
         group_rows = [row for group in groups.values() for row in group]
         yield plot.figure("bus_bandwidth", group_rows, curves, layout | {"height": height})

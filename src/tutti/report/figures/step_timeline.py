@@ -42,7 +42,7 @@ def timeline(run: Run) -> Iterator[Figure]:
     begin = min(steps[rank].start for rank in ranks)
     length = max(steps[rank].end for rank in ranks) - begin
     rank_traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
-    split = {each.rank: each for each in run.explanation.steps if each.step == number}
+    split = {step.rank: step for step in run.explanation.steps if step.step == number}
     # Join bars over pauses too short for a screen, then over longer pauses until bars are few.
     shortest = length / _RESOLUTION
     while True:
