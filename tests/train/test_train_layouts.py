@@ -132,7 +132,7 @@ def test_a_resumed_run_draws_the_same_dropout_masks_as_an_uninterrupted_run(
         (["--layout", "dp3"], "dp3 needs 3 ranks, but this world has 2: use --ranks 3 or dp2"),
         (["--layout", "pp2", "--accumulation", "1"], "use --accumulation 2"),
         (["--workers", "1", "--data-on-device"], "--workers 1 has no effect with --data-on-device"),
-        (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5: use --seq-len 16"),
+        (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5): use --seq-len 16"),
         (["--layout", "shard2", "--bucket-mb", "3"], "--bucket-mb 25.0"),
         (
             ["--prefetch", "3"],
