@@ -91,10 +91,7 @@ def check_at_least(minimum: int, options: object, *names: str) -> None:
 
 
 def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (flags, command): tutti's flags, and the command with its flags.
-
-    For example, `-n 4 train.py --lr 1` gives [-n, 4] and [train.py, --lr, 1].
-    """
+    """Return (flags, command): the flags before the first script, module or `--`, and the rest."""
     flags = [flag for _, section in flag_sections(kind) for flag in section]
     switches = {flag.name for flag in flags if flag.hint is bool}
     position = 0

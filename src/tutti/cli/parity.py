@@ -67,10 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _read_flags(arguments: list[str], launched_ranks: int | None) -> tuple[Parity, list[Layout]]:
-    """Return the options and the layouts to check.
-
-    The flags are parsed twice, because some defaults depend on --recipe and --layouts.
-    """
+    """Return the options and the layouts. Some defaults depend on --recipe and --layouts."""
     name = flag_value("--recipe", arguments) or "gpt"
     full = Parity(settings=full_size_options(name), recipe=name)
     options = parse(Parity, "tutti parity", arguments, default=full)

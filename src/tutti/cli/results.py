@@ -31,10 +31,7 @@ class WorldFlags:
     """Seconds after which a collective fails (default: 600)."""
 
     def start_ranks(self, command: Sequence[str], ranks: int, **more: Any) -> int:
-        """Run `tutti COMMAND` as local ranks, and return the exit code.
-
-        `more` sets further fields of LocalWorld.
-        """
+        """Run `tutti COMMAND` as local ranks and return the exit code. `more` is for LocalWorld."""
         from tutti.world.launch import LocalWorld
 
         return LocalWorld(

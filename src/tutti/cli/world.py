@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from tutti.comm.ledger import ProcessLedger
 
-_COLUMNS = (
-    *("rank", "local_rank", "node", "host", "device", "backend", "launcher", "cpus", "threads"),
-)
+_LOCATION_COLUMNS = ("rank", "local_rank", "node", "host")
+_COLUMNS = (*_LOCATION_COLUMNS, "device", "backend", "launcher", "cpus", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)

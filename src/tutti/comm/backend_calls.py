@@ -33,7 +33,7 @@ _ON_BOOL = {
 _ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
 
 # The pairs of dtype and reduction that need no conversion, so that the common case is one lookup.
-NEEDS_NO_CONVERSION = frozenset(
+UNCONVERTED = frozenset(
     (dtype, op) for dtype in _SUPPORTED for op in ("sum", "product", "min", "max")
 )
 
@@ -49,10 +49,7 @@ def to_wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wire_buffer(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-    """Return (buffer, finish): a receive buffer for `out`, and a function that copies it to `out`.
-
-    `finish` is None if the buffer is the memory of `out`.
-    """
+    """Return a receive buffer for `out`, and a function that copies it to `out`, or None."""
     target = to_wire(out)
     if target.data_ptr() == out.data_ptr():
         return target, None

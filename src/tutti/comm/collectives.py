@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.backend_calls import (
-    NEEDS_NO_CONVERSION,
-    WireReduction,
-    check_out,
-    to_wire,
-    wire_buffer,
-)
+from tutti.comm.backend_calls import UNCONVERTED, WireReduction, check_out, to_wire, wire_buffer
 from tutti.comm.operation import CommGroup, Operation, comm_group_of, current_block, perform
 from tutti.world.errors import UsageError
 
@@ -37,7 +31,7 @@ def all_reduce(
     comm_group = comm_group_of(group)
     result = tensor if out is None else _copy_to_out(tensor, out)
     finish = None
-    if (result.dtype, op) in NEEDS_NO_CONVERSION and result.is_contiguous() and not result.is_neg():
+    if (result.dtype, op) in UNCONVERTED and result.is_contiguous() and not result.is_neg():
         wire, reduction = result, op
     else:
         form = WireReduction(result.dtype, op, comm_group.backend(result.device.type))

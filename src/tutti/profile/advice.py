@@ -55,10 +55,7 @@ class ProfiledRun:
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
-        """Return the exposed seconds per step on a mesh axis.
-
-        `bucket` selects DDP buckets (True), other communication (False) or both (None).
-        """
+        """Return exposed seconds per step on an axis: of buckets, of others (False) or of both."""
         return sum(
             parts["exposed"] / len(self.steps)
             for step in self.steps
@@ -73,9 +70,7 @@ class ProfiledRun:
 
     def collectives(self, operation: str, axis: str) -> list[MatchedCollective]:
         kind = (operation, axis)
-        return [
-            match for match in self.matched if (match.first.operation, match.first.axis) == kind
-        ]
+        return [call for call in self.matched if (call.first.operation, call.first.axis) == kind]
 
 
 def advise(run: ProfiledRun) -> list[Advice]:
@@ -147,9 +142,7 @@ def _advice(
 
 def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
     """Return the fitted cost of a message, and a text that limits a gain computed from it."""
-    cost = fit_message_cost(
-        [(message.first.bytes, message.transfer_seconds) for message in messages]
-    )
+    cost = fit_message_cost([(call.first.bytes, call.transfer_seconds) for call in messages])
     if cost is None or cost.separated:
         return cost, ""
     return cost, ", at best (latency unknown: all messages have about the same size)"
@@ -162,9 +155,7 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     buckets = [match for match in all_reduces if match.first.bucket_ready is not None]
     # All-reduces that are not buckets run under other conditions, so they are used for the fit only
     # if there is a single bucket per step.
-    one_bucket = (
-        len({bucket.first.bytes for bucket in buckets}) == 1 and len(buckets) <= run.step_count
-    )
+    one_bucket = len({call.first.bytes for call in buckets}) == 1 and len(buckets) <= run.step_count
     cost, bound = _message_cost(all_reduces if one_bucket else buckets)
     if cost is None or exposed <= 0:
         return

@@ -197,11 +197,8 @@ class Capture:
     def _before_profiler_starts(self, starting: Any) -> None:
         """End this capture, and keep its recorded steps, if `starting` belongs to the program."""
         profiler = self._profiler
-        if (
-            profiler is None
-            or self._steps < self.wait
-            or getattr(profiler, "profiler", None) is starting
-        ):
+        is_own = getattr(profiler, "profiler", None) is starting
+        if profiler is None or self._steps < self.wait or is_own:
             return
         self._never_raise(self.close)
         if isinstance(profiler, _NvtxRanges):

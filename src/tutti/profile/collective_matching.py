@@ -87,12 +87,8 @@ def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
     world_size = max(trace.world_size for trace in traces)
     if not any(1 < size < world_size for size in sizes):
         return []
-    collectives = [collective for trace in traces for collective in trace.collectives]
-    return [
-        collective
-        for collective in collectives
-        if not collective.group and not collective.group_ranks
-    ]
+    calls = [call for trace in traces for call in trace.collectives]
+    return [call for call in calls if not call.group and not call.group_ranks]
 
 
 def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
@@ -195,9 +191,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
     """
     for trace in traces:
         trace.shift((trace.base_ns - traces[0].base_ns) / 1e9)
-    matched = [
-        match for match in match_collectives(traces) if match.first.operation in SYNCHRONIZING
-    ]
+    matched = [call for call in match_collectives(traces) if call.first.operation in SYNCHRONIZING]
     owner = _clock_owners(traces, matched)
     offsets = _offsets(traces[0].rank, owner, matched)
     clocks = []

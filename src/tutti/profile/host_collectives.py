@@ -46,10 +46,7 @@ def assemble_collectives(
     group_size: Callable[[str], int],
     accumulates_gradient: Callable[[Any, float], bool],
 ) -> list[Collective]:
-    """Return the collectives that the host of a rank ran.
-
-    `recorder` has the (time, group, sequence number) of the entries of the flight recorder.
-    """
+    """Return the collectives that a host ran. `recorder` has (time, group, sequence number)."""
     _sort_by_start(calls, runs, parameters, tags)
     run_of_call = _match_runs(calls, runs)
     entries = sorted(recorder)

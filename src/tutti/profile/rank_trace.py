@@ -242,9 +242,7 @@ class RankTrace:
 def operation_named(name: str) -> str | None:
     """Return the operation in a name, such as all_reduce in ncclDevKernel_AllReduce_Sum_f32."""
     letters = re.sub(r"[^a-z]", "", name.lower())
-    return next(
-        (operation for operation in _OPERATIONS if operation.replace("_", "") in letters), None
-    )
+    return next((op for op in _OPERATIONS if op.replace("_", "") in letters), None)
 
 
 def element_bytes(dtype: str) -> int:

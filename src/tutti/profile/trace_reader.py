@@ -288,9 +288,7 @@ class _TraceReader:
             combined = Collective(event.operation, start, start, end, thread, process)
             fill_from_tag(combined, event.tag)
             self.collectives.append(combined)
-        self.collectives = [
-            collective for collective in self.collectives if id(collective) not in replaced
-        ]
+        self.collectives = [call for call in self.collectives if id(call) not in replaced]
 
     def _move_to_device_time(self) -> None:
         """Convert steps, gradients and buckets from host times to times on the device."""
@@ -322,19 +320,14 @@ class _TraceReader:
             step.end = following.start
         if self.steps:  # kernels launched before the recording began have no launch event
             first_start = self.steps[0].start
-            self.collectives = [
-                collective for collective in self.collectives if collective.end > first_start
-            ]
+            self.collectives = [call for call in self.collectives if call.end > first_start]
 
     @cached_property
     def _accumulations(self) -> dict[Any, Intervals]:
         return {thread: found.intervals() for thread, found in self.accumulating.items()}
 
     def _accumulates_gradient(self, thread: Any, moment: float) -> bool:
-        """Return whether `thread` was accumulating a gradient at `moment`.
-
-        If so, a gradient hook called the collective.
-        """
+        """Return whether `thread` was accumulating a gradient, and thus was in a gradient hook."""
         intervals = self._accumulations.get(thread, EMPTY)
         index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
         return index >= 0 and moment <= float(intervals.ends[index])
@@ -461,7 +454,5 @@ def _multiplications(name: str, arguments: dict[str, Any]) -> int:
 def _host_event(
     operation: str, event: Event, start: float, end: float, tag: Any = None
 ) -> HostEvent:
-    arguments = {
-        key: value for key, value in event.get("args", {}).items() if key in _KEPT_ARGUMENTS
-    }
-    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), arguments, tag)
+    used = {key: value for key, value in event.get("args", {}).items() if key in _KEPT_ARGUMENTS}
+    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), used, tag)

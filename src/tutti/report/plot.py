@@ -84,10 +84,7 @@ def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: str) -> Table:
-    """Return a table. `columns` lists `source` or `title=source`, separated by commas.
-
-    An example of `columns` is "ranks, step ms=1e3*step_s.mean".
-    """
+    """Return a table. `columns` is a list of `source` or `title=source`, separated by commas."""
     pairs = [text.partition("=") for text in columns.split(", ")]
     values = [column(rows, source or title) for title, _, source in pairs]
     return Table([title.removesuffix("?") for title, *_ in pairs], list(zip(*values, strict=True)))

@@ -32,10 +32,7 @@ _SAME_SAMPLES = 0.05  # relative difference that counts as equal, as the last ba
 def loss_by_cause(
     step: MeasuredStep, base: MeasuredStep, ideal: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the loss by cause and the causes within `other`, as shares of the step.
-
-    A negative share is a gain.
-    """
+    """Return the loss by cause and the causes within `other`. A negative share is a gain."""
 
     def excess(part: str) -> float:
         return (step.parts[part] - ideal * base.parts[part]) / step.recorded_seconds
@@ -113,10 +110,7 @@ class Scaling:
         return next((other for other in smallest if other.flags == run.flags), run)
 
     def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
-        """Return whether the run's number of samples agrees with `mode`.
-
-        If the numbers are unknown, return whether `mode` is --mode.
-        """
+        """Return whether the samples agree with `mode` or, if unknown, `mode` is --mode."""
         base = self._base(run)
         if not self._counted:
             return mode == self.mode

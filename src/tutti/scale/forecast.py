@@ -86,10 +86,7 @@ def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
 
 
 def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
-    """Return α and β, fitted by least squares of relative errors.
-
-    With relative errors, small messages count as much as large messages.
-    """
+    """Return α and β, fitted to relative errors, so that small messages count as much as large."""
     if not points:
         return None
     rows = [

@@ -125,10 +125,7 @@ def _cores() -> int:
 
 
 def starts_ranks_itself(command: Sequence[str], sizes: Sequence[int]) -> bool:
-    """Return whether the command starts its ranks.
-
-    Raise UsageError for a launcher without {ranks}.
-    """
+    """Return whether the command starts its ranks. Raise UsageError if {ranks} is missing."""
     if any(RANKS in argument for argument in command):
         return True
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name) and command[1:2] == ["-m"]:
@@ -164,10 +161,7 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Return the runs ordered by repeat.
-
-    Every repeat has every number of ranks, so drift of the machine's speed affects all equally.
-    """
+    """Return the runs by repeat, so that drift of the machine's speed affects all sizes equally."""
     plan = product(range(repeats), sweep, sizes)
     return [PlannedRun(ranks, repeat, flags) for repeat, flags, ranks in plan]
 

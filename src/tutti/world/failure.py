@@ -129,13 +129,11 @@ class FailureHandler:
             return liveness.report_failure(Failure(early[0], liveness.hosts[early[0]], summary))
         return liveness.first_failure
 
-    def _print_stopped(self, first: Failure, summary: str = "") -> None:
+    def _print_stopped(self, first: Failure, error: str = "") -> None:
         other = f"rank {first.rank} on {first.host}"
         text = f" with the same error as {other}"
-        if summary != first.summary:
-            reason = (
-                "" if not summary or _LOST_PEER.search(summary) else f" ({summary.splitlines()[0]})"
-            )
+        if error != first.summary:
+            reason = "" if not error or _LOST_PEER.search(error) else f" ({error.splitlines()[0]})"
             text = f"{reason}: {other} failed first: {first.summary}"
         print(f"{self._name} stopped{text}", file=sys.stderr, flush=True)
 

@@ -21,10 +21,7 @@ def slurm_script(
 ) -> str:
     """Return an sbatch script. `directives` maps long flags to values. None omits the flag."""
     if nodes < 1 or ranks_per_node < 1:
-        raise UsageError(
-            f"the numbers of nodes and of ranks per node must be at least 1, got {nodes} nodes "
-            f"and {ranks_per_node} ranks per node"
-        )
+        raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node must be at least 1")
     # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
     cpus = f" --cpus-per-task={cpus_per_rank}" if cpus_per_rank else ""
     counts = {

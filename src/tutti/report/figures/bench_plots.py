@@ -104,10 +104,7 @@ def _marks(
     hover: str,
     tick: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (traces, layout) of a mark with error bars for each label.
-
-    `bounds` has (value, low, high) of each mark. `tick` is one more value on the axis.
-    """
+    """Return (traces, layout) of marks with error bars. `bounds` has (value, low, high)."""
     mark = {
         "type": "scatter",
         "mode": "markers",

@@ -146,9 +146,8 @@ def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
     figure = plot.figure(key, rows, *parts, **words)
     if any(row["variant"] for row in rows):
         return figure
-    return replace(
-        figure, table=Table(figure.table.head[1:], [row[1:] for row in figure.table.rows])
-    )
+    table = Table(figure.table.head[1:], [row[1:] for row in figure.table.rows])
+    return replace(figure, table=table)
 
 
 def _curves(
