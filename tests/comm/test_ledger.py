@@ -53,9 +53,9 @@ def test_a_reader_gets_the_last_256_operations_with_their_call_sites_and_states(
     assert [record.sequence for record in records[:-1]] == list(range(146, 401))
     *done, waiting, failed = records
     assert {record.state for record in done} == {"done"}
-    assert all(record.ended is not None for record in done)
+    assert all(record.ended_ago is not None for record in done)
     assert (failed.operation, failed.state) == ("recv", "failed")
-    assert waiting is process.current and waiting.state == "waiting" and waiting.ended is None
+    assert waiting is process.current and waiting.state == "waiting" and waiting.ended_ago is None
     assert str(waiting) == "all_reduce 400 of group mesh_dp (int8, 64 bytes)"
     line = _begin.__code__.co_firstlineno + 1
     assert waiting.where == f"{ledger.shown_path(__file__)}:{line} in _begin"

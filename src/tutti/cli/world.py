@@ -124,7 +124,7 @@ def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
 def _row(ledger: "ProcessLedger") -> dict[str, Any]:
     current, state = ledger.current, ""
     if current is not None:
-        ended = f"{current.ended:.1f} s ago" if current.ended is not None else None
+        ended = f"{current.ended_ago:.1f} s ago" if current.ended_ago is not None else None
         state = f"{current.state} {ended or f'for {current.age:.1f} s'}"
     return {
         "rank": f"{ledger.rank} of {ledger.size}" if ledger.rank >= 0 else "none",

@@ -111,10 +111,12 @@ def _state(process: ProcessLedger, comm_group: CommGroup) -> str:
     """
     state = f"no operation yet in group {comm_group.label}"
     for last in process.records:  # oldest first
-        if last.group_name == comm_group.name and last.ended is None:
+        if last.group_name == comm_group.name and last.ended_ago is None:
             state = f"in {last.operation} {last.sequence} at {last.where} for {last.age:.1f} s"
         elif last.group_name == comm_group.name:
-            state = f"last {last.operation} {last.sequence}, {last.state} {last.ended:.1f} s ago"
+            state = (
+                f"last {last.operation} {last.sequence}, {last.state} {last.ended_ago:.1f} s ago"
+            )
     if process.location:
         state += f"; at {process.location}, seen {process.location_age:.1f} s ago"
     return f"pid {process.pid}: {state}"

@@ -243,7 +243,7 @@ class OperationRecord:
     peer: int  # the root, the other rank of a send or receive, or -1
     state: str
     age: float  # seconds since the operation began
-    ended: float | None  # seconds since the operation ended, or None if it has not ended
+    ended_ago: float | None  # seconds since the operation ended, or None if it has not ended
     where: str  # the call site
     written_by: str  # tutti-ledger, or tutti-shm for an entry of the shm backend
 
@@ -301,7 +301,7 @@ def _is_within(record: OperationRecord, call: OperationRecord) -> bool:
     """Return whether the shm backend wrote `record` for `call`, which has the call site."""
     same = (record.operation, record.group_name) == (call.operation, call.group_name)
     began = record.age <= call.age
-    ended = call.ended is None or record.age >= call.ended
+    ended = call.ended_ago is None or record.age >= call.ended_ago
     return record.written_by != call.written_by and same and began and ended
 
 
