@@ -15,9 +15,10 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.cli.topo import record_machines, recorded_machines
-from tutti.machine.checks import checklist
+from tutti.machine.checks import checklist, nccl_topology
 from tutti.machine.checks.finding import fix_commands, report
 from tutti.machine.checks.probe_network import Peers
+from tutti.machine.gpus import visible_gpu_count
 from tutti.machine.nics import interface_address
 from tutti.machine.recording import observe
 from tutti.measure.terminal import text_width
@@ -54,8 +55,8 @@ class Doctor:
     ranks_per_gpu: int = 1
     """Number of ranks that may share one GPU."""
     active: bool | None = None
-    """Measure compute, memory, links between ranks, copies between GPUs and a collective.
-    This takes some seconds (default: only with more than one rank)."""
+    """Measure compute, memory, links between ranks and copies between GPUs, run a collective, and
+    start NCCL on every GPU. This takes some seconds (default: only with more than one rank)."""
     fix: bool = False
     """Print the shell commands that cure the findings. The commands are not run."""
     all: bool = False
@@ -93,6 +94,8 @@ def main(arguments: list[str]) -> int:
             reported_codes=(1, 2),  # a failed check and wrong usage are not crashes
         ).run()
     if identity.size == 1:
+        if options.device == "cuda" and not visible_gpu_count():
+            raise UsageError("--device cuda: no GPU is visible: use --device cpu or auto")
         return _check_cluster(
             checklist.collect_this_host(options.device, bool(options.active)), options
         )
@@ -119,6 +122,7 @@ def _check_cluster(cluster: "Cluster", options: Doctor, quiet: bool = False) -> 
             "checks": [asdict(finding) for finding in findings],
             "hosts": [machine.host for machine in cluster.machines],
             "ranks": len(cluster.ranks),
+            "nccl": nccl_topology.describe(cluster),
             "from": None if options.from_ is None else str(options.from_),
         }
         write_json(options.json, "tutti.doctor/1", results)

@@ -1,13 +1,14 @@
 """Helpers for tests of checks: recorded machines, and healthy machines with a single change."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tutti.machine.checks.checklist import run_checks
-from tutti.machine.checks.cluster import Cluster, ProbeResults, RankObservation
+from tutti.machine.checks.cluster import Cluster, NcclRank, ProbeResults, RankObservation
 from tutti.machine.checks.finding import Finding
 from tutti.machine.recording import Machine, read_machines
 
@@ -27,6 +28,24 @@ PLAIN = recorded("cpu-only")[0]
 
 def cluster(*machines: Machine, ranks: tuple[RankObservation, ...] = (), **probes: Any) -> Cluster:
     return Cluster(machines, ranks, ProbeResults(**probes))
+
+
+NCCL_FILES = Path(__file__).parent.parent / "nccl"
+"""Topology and graph files in the format of NCCL_TOPO_DUMP_FILE and NCCL_GRAPH_DUMP_FILE."""
+
+
+def nccl_ranks(
+    name: str = "h100-nvswitch", count: int = 8, transport: str = "P2P/CUMEM", **first: Any
+) -> tuple[NcclRank, ...]:
+    """One rank per GPU of one host, all pairs with one transport; `first` changes rank 0."""
+    texts = {
+        kind: file.read_text()
+        for kind in ("topology", "graphs")
+        if (file := NCCL_FILES / f"{name}.{kind}.xml").exists()
+    }
+    log = [f"{a}[{a}] {b}[{b}] {transport}" for a, b in itertools.permutations(range(count), 2)]
+    done = [NcclRank(rank, 0, "done", init_s=0.5 + rank / 10) for rank in range(count)]
+    return (replace(done[0], **{"log": log, **texts, **first}), *done[1:])
 
 
 def problems(checked: Cluster) -> list[Finding]:

@@ -107,7 +107,7 @@ def test_a_recorded_file_gives_the_findings_of_the_live_machine(tmp_path: Path) 
     assert code in (0, 1)
     assert run(["doctor", "--from", str(file), "--json", str(again)]) == code
     one, other = (json.loads(each.read_text())["checks"] for each in (live, again))
-    probes = ("active.", "network.calls", "clocks.skew")
+    probes = ("active.", "nccl.", "network.calls", "clocks.skew")
     without_probes = [
         [check for check in checks if not check["id"].startswith(probes)] for checks in (one, other)
     ]
@@ -143,13 +143,16 @@ def test_local_ranks_are_probed_and_a_rank_that_differs_is_reported(tmp_path: Pa
         f"sys.exit(run(['doctor', '--device', 'cpu', '--json', {str(file)!r}]))\n"
     )
     done = run_command([*TUTTI, "run", "-n", "2", "--device", "cpu", program], timeout=90)
-    by_id = {check["id"]: check for check in json.loads(file.read_text())["checks"]}
+    results = json.loads(file.read_text())
+    by_id = {check["id"]: check for check in results["checks"]}
     assert by_id["agreement.variables"]["status"] == "warn", done.stderr
     assert by_id["agreement.variables"]["scope"] == "rank:1"
     assert by_id["active.collective"]["status"] == "pass"
     for check in ("active.compute", "active.memory", "active.links"):
         assert by_id[check]["status"] != "skip", by_id[check]
     assert "two GPUs" in by_id["active.p2p"]["observed"]
+    assert by_id["nccl.start"]["status"] == "skip" and results["nccl"] is None
+    assert "--device cpu" in by_id["nccl.start"]["observed"]
 
 
 needs_hosts = pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))

@@ -1,5 +1,6 @@
 """Every check reports the fault it is for, on a machine that is healthy except for that fault."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from check_cases import (
     change_first,
     change_gpu,
     cluster,
+    nccl_ranks,
     problems,
     recorded,
     with_variables,
@@ -129,6 +131,8 @@ XID_79 = Xid(str(HEALTHY.accelerators[3].pci_address), 79, 60.0, "NVRM: Xid")
 REGISTER_HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", REGISTER_HOOK: "1"}
 NO_NVLINK_READ = change_first(HEALTHY.peers, lambda p: (p.src, p.dst) == (0, 1), read="TNS")
+NO_NVLINKS = re.sub("<nvlink .*/>", "", nccl_ranks()[0].topology)
+SLOW_RINGS = nccl_ranks()[0].graphs.replace('typeintra="NVL"', 'typeintra="SYS"')
 FULL_NODE = change_first(HEALTHY.numa, lambda node: node.id == 1, free_bytes=1 << 20)
 LOOPBACK_ONLY = tuple(each for each in PLAIN.nics if each.kind == "loopback")
 
@@ -253,6 +257,16 @@ CASES = [
         *("fail", "active.collective", "rank:1"),
         cluster(PLAIN, all_reduce=("", "3 of 10 elements are wrong")),
     ),
+    (
+        *("fail", "nccl.start", "rank:0"),
+        cluster(HEALTHY, nccl=nccl_ranks(stage="init", error="no progress for 90 s", log=())),
+    ),
+    (
+        *("fail", "nccl.transport", "pair:0-1"),
+        cluster(HEALTHY, nccl=nccl_ranks(transport="SHM/direct/direct")),
+    ),
+    ("fail", "nccl.topology", "pair:0-1", cluster(HEALTHY, nccl=nccl_ranks(topology=NO_NVLINKS))),
+    ("fail", "nccl.channels", "machine", cluster(HEALTHY, nccl=nccl_ranks(graphs=SLOW_RINGS))),
 ]
 IDS = [case[1] for case in CASES]
 

@@ -7,6 +7,7 @@ from tutti.machine.checks import (
     cpu_memory_limits,
     gpu_health,
     nccl_environment,
+    nccl_topology,
     network_rdma,
     nvlink_pcie,
     outliers,
@@ -17,7 +18,15 @@ from tutti.machine.checks.finding import STATUS_ORDER, Check, Finding
 from tutti.machine.checks.probe_network import Endpoint, Peers, ProbeServer
 from tutti.machine.recording import Machine, observe
 
-_MODULES = (nccl_environment, cpu_memory_limits, gpu_health, nvlink_pcie, network_rdma, outliers)
+_MODULES = (
+    nccl_environment,
+    cpu_memory_limits,
+    gpu_health,
+    nvlink_pcie,
+    network_rdma,
+    outliers,
+    nccl_topology,
+)
 CHECKS = tuple(
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Check)
 )
@@ -39,12 +48,16 @@ def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
 
 
 def collect_this_host(device: str, active: bool) -> Cluster:
-    """Return an observation of this host only. If `active`, also measure its CPU or its GPUs."""
+    """Return an observation of this host only.
+
+    If `active`, also start NCCL and measure the CPU or the GPUs.
+    """
     machine = observe()
     skipped = dict.fromkeys(("links", "all_reduce"), "needs several ranks (--ranks or a launcher)")
     probes = ProbeResults(skipped=skipped)
     if active:
-        probes = _measure_devices(probes, Peers(0, [0], lambda value: [value]), device)
+        peers = Peers(0, [0], lambda value: [value])
+        probes = _measure_devices(_start_nccl(probes, peers, device), peers, device)
     return Cluster((machine,), (), probes)
 
 
@@ -76,11 +89,13 @@ def collect_from_ranks(
             probes = replace(probes, connections=connections, clock_offsets=offsets)
         if all_reduce is not None:
             if any(connection.error for connection in probes.connections or ()):
-                skipped = {"all_reduce": "some hosts cannot connect to each other"}
-                probes = replace(probes, skipped=skipped)
+                reason = "some hosts cannot connect to each other"
+                probes = replace(probes, skipped=dict.fromkeys(("all_reduce", "nccl"), reason))
             else:
                 progress("all_reduce over all ranks")
                 probes = replace(probes, all_reduce=tuple(peers.gather(all_reduce())))
+                progress("NCCL on all ranks")
+                probes = _start_nccl(probes, peers, device)
             progress("transfers between all ranks")
             links = probe_network.measure_links(peers, endpoints, probes.connections or ())
             progress("compute and memory of every rank")
@@ -89,6 +104,24 @@ def collect_from_ranks(
         peers.gather(None)  # barrier: another rank may still connect to this rank's server
         server.close()
     return Cluster(tuple(machines[rank] for rank in peers.first_ranks), ranks, probes)
+
+
+def _start_nccl(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults:
+    """Start NCCL on every rank. Runs before other probes on GPUs, which keep GPU memory."""
+    import torch
+
+    from tutti.machine.checks import probe_nccl
+
+    reason = ""
+    if device == "cpu":
+        reason = "NCCL needs GPUs, not --device cpu"
+    elif not torch.cuda.is_available():
+        reason = "NCCL needs GPUs: torch finds no CUDA device"
+    elif not torch.distributed.is_nccl_available():
+        reason = "torch is built without NCCL"
+    if reasons := [text for text in peers.gather(reason) if text]:
+        return replace(probes, skipped={**probes.skipped, "nccl": reasons[0]})
+    return replace(probes, nccl=probe_nccl.start_nccl(peers, torch.cuda.device_count()))
 
 
 def _measure_devices(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults:

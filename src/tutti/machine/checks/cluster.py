@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -81,6 +82,28 @@ class GpuCopy:
     message: str = ""
 
 
+STOPPED = "stopped because another rank failed"
+
+
+@dataclass(frozen=True)
+class NcclRank:
+    """The result of one rank of a communicator that NCCL was asked to start."""
+
+    rank: int
+    host: int
+    stage: str
+    """The last stage that began: process, init, all_reduce, all_to_all, destroy or done."""
+    error: str = ""
+    """Why the rank did not finish (STOPPED if the cause is in another rank); "" if it finished."""
+    init_s: float | None = None
+    log: Sequence[str] = ()
+    """The warnings and connections of NCCL's log, in the format of nccl_topology.select_lines()."""
+    topology: str = ""
+    """The content of NCCL_TOPO_DUMP_FILE. Only the first rank of a host writes the file."""
+    graphs: str = ""
+    """The content of NCCL_GRAPH_DUMP_FILE. Only the first rank of a host writes the file."""
+
+
 @dataclass(frozen=True)
 class ProbeResults:
     """The results of all probes.
@@ -100,6 +123,8 @@ class ProbeResults:
     """The copies of each host; None for a host with fewer than two GPUs."""
     all_reduce: tuple[str, ...] | None = None
     """The error of each rank in an all_reduce; "" if the result was exact."""
+    nccl: tuple[NcclRank, ...] | None = None
+    """All ranks of the communicator that NCCL was asked to start."""
     skipped: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, result: Value | None) -> Value:

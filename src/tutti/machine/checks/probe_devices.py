@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -155,27 +155,46 @@ def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
     return tuple(found.values())
 
 
-def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str], int | None]:
-    """Run a command. Return its output lines and its exit code (None if it was killed)."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
+class WatchedProcess:
+    """A process in its own process group. A file collects its standard output and error."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
             list(command),
+            env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        code: int | None = None
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait at most `seconds`. Return the exit code (None if the process is still running)."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def close(self) -> list[str]:
+        """Return the lines of output. A process that is still running is killed with its group."""
+        if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # A process that is stuck in the driver may not die; stop waiting for it after 5 s.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5.0)
-        output.seek(0)
-        return output.read().splitlines(), code
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self.wait(5.0)  # a process that is stuck in the driver may not die
+        with self._output:
+            self._output.seek(0)
+            return self._output.read().splitlines()
+
+
+def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str], int | None]:
+    """Run a command. Return its output lines and its exit code (None if it was killed)."""
+    process = WatchedProcess(command)
+    code = None
+    try:
+        code = process.wait(seconds)
+    finally:  # also if the user interrupts the doctor
+        lines = process.close()
+    return lines, code
 
 
 def main() -> None:
