@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import Mock
 
@@ -44,6 +45,53 @@ def test_a_loop_that_ends_early_records_the_number_of_complete_steps(tmp_path: P
     assert metadata["steps"] == 5
 
 
+def test_recorded_steps_have_no_page_faults_of_a_growing_heap(tmp_path: Path) -> None:
+    """Each step has 2,000 operators, whose events need more than 1 MB."""
+    values = torch.ones(4)
+    with Capture(tmp_path, wait=3, warmup=1, active=5) as capture:
+        for _ in range(9):
+            for _ in range(2000):
+                values.add_(1)
+            capture.step()
+
+    unrecorded, recorded = _metadata(tmp_path)["page_faults"]
+    assert len(unrecorded) == 3 and len(recorded) == 5
+    assert median(recorded) < 50  # without a prepared heap: more than 200
+
+
+def test_a_program_without_an_optimizer_is_split_at_calls_of_its_module(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval()
+    head = torch.nn.Linear(4, 2).eval()  # called once
+    capture = Capture(tmp_path, wait=1, warmup=1, active=3).follow_program()
+    with torch.no_grad():
+        head(torch.ones(1, 4))
+        for _ in range(7):
+            model(torch.ones(1, 4))
+
+    metadata = _metadata(tmp_path)
+    assert capture.path is not None
+    assert (metadata["steps"], metadata["steps_of_module"]) == (5, "Sequential")
+    trace = read_rank(capture.path)
+    assert [each.number for each in trace.steps] == [2, 3, 4]
+
+
+def test_an_evaluation_before_training_is_not_recorded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    initialize = torch.optim.Optimizer.__init__
+    Capture(tmp_path, wait=1, warmup=1, active=3).follow_program()
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.ones(1, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    metadata = _metadata(tmp_path)
+    assert (metadata["steps"], metadata["steps_of_module"]) == (5, None)
+    assert torch.optim.Optimizer.__init__ is initialize
+
+
 def test_a_finished_schedule_has_only_complete_steps(tmp_path: Path) -> None:
     with Capture(tmp_path, wait=1, warmup=1, active=2) as capture:
         for _ in range(9):
@@ -74,7 +122,7 @@ def test_a_profiler_that_the_program_starts_later_has_priority(
 ) -> None:
     original = torch.autograd.profiler.profile._prepare_trace
     optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
-    Capture(tmp_path, wait=2, warmup=2, active=9).follow_optimizers()
+    Capture(tmp_path, wait=2, warmup=2, active=9).follow_program()
     schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=2, repeat=1)
     with torch.profiler.profile(schedule=schedule) as program_profiler:
         for _ in range(14):
@@ -102,7 +150,7 @@ def test_an_idle_profiler_of_the_program_marks_no_steps_in_the_captured_trace(
 ) -> None:
     original = torch.profiler.profile.step
     optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
-    Capture(tmp_path, wait=1, warmup=1, active=4).follow_optimizers()
+    Capture(tmp_path, wait=1, warmup=1, active=4).follow_program()
     schedule = torch.profiler.schedule(wait=50, warmup=1, active=2)
     with torch.profiler.profile(schedule=schedule) as program_profiler:
         for _ in range(8):

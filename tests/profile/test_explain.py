@@ -8,6 +8,7 @@ from trace_events import STEP, all_reduce, parts, step, tag, write, x
 
 from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.merged_trace import write_merged_trace
+from tutti.profile.step_breakdown import find_period, lateness_text
 from tutti.profile.trace_file import TraceFile
 from tutti.report.figures.step_timeline import timeline
 from tutti.report.plot import NAMES
@@ -133,6 +134,70 @@ def test_traces_without_a_rank_get_the_free_ranks(tmp_path: Path) -> None:
     names = [(trace.rank, trace.path.name) for trace in explanation.traces]
     assert names == [(0, "a.json"), (1, "rank1.json"), (2, "b.json")]
     assert any("in file order" in note for note in explanation.notes)
+
+
+def test_a_straggler_in_every_fifth_step_has_a_period(tmp_path: Path) -> None:
+    """Rank 1 is 400 µs late in steps 3, 8 and 13 of 15, and by chance 40 µs in step 5."""
+    late = {3: 400.0, 8: 400.0, 13: 400.0, 5: 40.0}
+    files = []
+    for rank in range(2):
+        events = []
+        for n in range(15):
+            arrival = n * STEP + 100 + (late.get(n, 0.0) if rank else 0.0)
+            end = n * STEP + 200 + late.get(n, 0.0)
+            events += [step(n), x("kernel", "gemm", n * STEP, arrival), all_reduce(arrival, end, n)]
+        files.append(write(tmp_path, rank, events))
+
+    (row,) = explain(files).rows()["stragglers"]
+
+    assert (row["rank"], row["period"], row["steady"]) == (1, 5, False)
+    assert row["late_steps"] == [3, 8, 13] and (row["steps"], row["of_steps"]) == (3, 15)
+    assert row["late_cost_s"] == pytest.approx(400e-6)
+    assert row["instead"] == {"part": "compute", "seconds": pytest.approx(400e-6)}
+    assert "0.4 ms in every 5th step (20 %" in lateness_text(row)
+
+
+@pytest.mark.parametrize(
+    ("late", "period"),
+    [([1, 6], 5), ([1, 3, 5, 7, 9], 2), ([1, 2, 6], None), ([4], None), ([], None), ([1, 3], None)],
+)
+def test_a_period_is_found_only_if_all_distances_agree(late: list[int], period: int | None) -> None:
+    assert find_period(late, range(10)) == period
+
+
+def test_steps_of_a_trace_without_profiler_steps(tmp_path: Path) -> None:
+    """Steps end with the optimizer; without an optimizer the longest repeated range begins one."""
+    forward = [x("user_annotation", f"batch {n}", n * STEP, n * STEP + 600) for n in range(4)]
+    forward += [x("user_annotation", "copy", n * STEP, n * STEP + 50) for n in range(4)]
+    forward += [x("cpu_op", "aten::mm", n * STEP, n * STEP + 500) for n in range(4)]
+    updates = [
+        x("user_annotation", "Optimizer.step#SGD.step", n * STEP + 800, n * STEP + 900)
+        for n in range(4)
+    ]
+
+    inference = explain([write(tmp_path, 0, forward)])
+    training = explain([write(tmp_path, 0, forward + updates)])
+
+    starts = [round(1e6 * each.start) for each in inference.traces[0].steps]
+    assert starts == [0, 1000, 2000]
+    assert [round(1e6 * each.start) for each in training.traces[0].steps] == [900, 1900, 2900]
+    assert any("batch" in note for note in inference.notes)
+
+
+def test_gathers_of_replicas_are_not_sharding(tmp_path: Path) -> None:
+    """Hugging Face's Trainer all-reduces gradients, and gathers the loss."""
+
+    def axes(*operations: str) -> set[str | None]:
+        events = [step(0)] + [
+            x("cpu_op", f"c10d::{name}_", 100.0 * n, 100.0 * n + 50)
+            for n, name in enumerate(operations)
+        ]
+        trace = explain([write(tmp_path, 0, events, distributedInfo={"backend": "gloo"})]).traces[0]
+        return {each.axis for each in trace.collectives}
+
+    assert axes("allreduce", "allgather") == {"dp"}
+    assert axes("allgather", "reduce_scatter") == {"shard"}
+    assert axes("allgather") == {"shard"}
 
 
 def test_an_unfinished_step_is_ignored(tmp_path: Path) -> None:

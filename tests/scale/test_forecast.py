@@ -99,6 +99,7 @@ def _run(ranks: int, comm: list[dict[str, Any]] | None = None, **seconds: float)
         hidden=hidden / step.seconds,
         comm=comm or [],
         late=None,
+        slow=None,
         overhead=1.0,
         notes=[],
     )
@@ -189,6 +190,7 @@ def _rows() -> list[dict[str, Any]]:
             **{"ranks": ranks, "samples_per_s": 10.0, "samples_per_s_spread": [9.0, 11.0]},
             **{"speedup": 1.0, "efficiency": 1.0, "efficiency_spread": [1.0, 1.0]},
             **{"loss": dict.fromkeys(LOSS_CAUSES, 0.0), "other": {}, "late": None, "folder": "r"},
+            **{"named": [], "slow_steps": None, "verdict": "no loss"},
         }
         for ranks in (1, 2)
     ]

@@ -19,7 +19,13 @@ from tutti.scale import scale_runs
 from tutti.scale.efficiency import Scaling
 from tutti.scale.forecast import Mode, no_forecast
 from tutti.scale.scale_runs import RANKS, Job, PlannedRun, Schedule
-from tutti.scale.scale_table import parse_sweep, scale_lines, sweep_lines, sweep_rows
+from tutti.scale.scale_table import (
+    add_verdicts,
+    parse_sweep,
+    scale_lines,
+    sweep_lines,
+    sweep_rows,
+)
 from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
@@ -52,11 +58,13 @@ class Scale:
     the program does (default: weak)."""
     repeats: int = 3
     """Number of runs with each number of ranks."""
+    until_clear: bool = False
+    """Add repeats until the causes of the loss are clear, up to 4 times --repeats."""
     steps: int | None = None
     """Number of timed steps per run (default: 20)."""
     settle: int = 5
     """Number of steps to skip at the start of a run."""
-    active: int = 5
+    active: int = Schedule.recorded
     """Number of steps to record with the profiler, after the timed steps."""
     sweep: str | None = None
     """A flag of tutti train and its values, such as bucket-mb=1,5,25 or batch=4,8. Every value is
@@ -115,14 +123,15 @@ def main(arguments: list[str]) -> int:
 def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
     """Return the flags of this command, and the flags for tutti train."""
     names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Scale)}
-    names |= {"-n", "-h", "--help"}
+    without_value = {"-h", "--help", "--until-clear", "--no-until-clear"}
+    names |= {"-n", *without_value}
     own_flags: list[str] = []
     train_flags: list[str] = []
     expects_value = False  # the next argument is the value of a flag of this command
-    for argument in flags:
-        name = argument.partition("=")[0].replace("_", "-")
-        (own_flags if name in names or expects_value else train_flags).append(argument)
-        expects_value = name in names and "=" not in argument and name not in ("-h", "--help")
+    for word in flags:
+        name = word.partition("=")[0].replace("_", "-")
+        (own_flags if name in names or expects_value else train_flags).append(word)
+        expects_value = name in names and "=" not in word and name not in without_value
     return own_flags, train_flags
 
 
@@ -163,6 +172,8 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     swept_flag, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
     if swept_flag == "lr":
         return _sweep_learning_rates(options, sizes, flags, values)
+    if swept_flag and options.until_clear:
+        raise UsageError("--until-clear does not work with --sweep: use --repeats")
     sweep = [{swept_flag: value} for value in values] or [{}]
     steps = str(options.schedule().steps)
 
@@ -235,11 +246,15 @@ def _measure(
     job.check(sizes)
     print(job.describe(sizes), file=sys.stderr)
     series = scale_runs.RunSeries(job, options.schedule(), out, extra_arguments)
-    series.execute(scale_runs.plan_runs(sizes, options.repeats, sweep))
+    series.execute(scale_runs.plan_runs(sizes, range(options.repeats), sweep))
+    if options.until_clear:
+        _add_repeats(series, sizes, options.repeats, mode)
     if series.runs:
         width = text_width(sys.stdout)
         scaling = Scaling(series.runs, mode)
-        results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)], "sweep": []}
+        results = scaling.results()
+        results |= {"rows": add_verdicts(results["rows"])}
+        results |= {"notes": [*scaling.notes(), *job.notes(sizes)], "sweep": []}
         if any(sweep):
             results |= {"rows": [], "forecast": no_forecast("a flag was swept")}
             results["sweep"] = sweep_rows(series.runs, mode)
@@ -256,6 +271,20 @@ def _measure(
         print(f"tutti scale: {series.failure}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_repeats(
+    series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
+) -> None:
+    """Run more repeats, as many as the rows need, until every row is clear."""
+    most = 4 * repeats
+    while repeats < most and not series.stopped and series.failure is None:
+        unclear = [row for row in Scaling(series.runs, mode).rows()[1:] if not row["clear"]]
+        if not unclear:
+            return
+        needed = min(most, max(row["repeats_needed"] for row in unclear))
+        series.execute(scale_runs.plan_runs(sizes, range(repeats, needed)))
+        repeats = needed
 
 
 def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:

@@ -167,7 +167,7 @@ def _train(options: Train, base: Recipe) -> int:
 
             copies = directory.path / "tensorboard" if tensorboard else None
             traces = directory.path / "traces"
-            Capture(traces, tensorboard=copies, nvtx=options.nvtx).follow_optimizers()
+            Capture(traces, tensorboard=copies, nvtx=options.nvtx).follow_program()
         try:
             outcome = trainer.run()
         except LossNotFinite as error:

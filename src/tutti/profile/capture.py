@@ -6,6 +6,8 @@ file into programs whose environment may not have tutti.
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import resource
@@ -23,7 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler as autograd_profiler
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 from torch.utils.data import dataloader
@@ -34,6 +39,9 @@ _END_TIMEOUT_SECONDS = 60.0
 # Flight recorder entries that are kept in a trace. The entry of a gloo collective has its group and
 # its sequence number, which its trace events do not have.
 _RECORDER_ENTRIES = 20_000
+# Heap that is prepared for the profiler's events: up to 9 MB per step were seen on a CPU.
+_HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 512 << 20
+_HEAP_BLOCK_BYTES = 64 << 10  # below 128 kB, from which malloc may use mmap instead of the heap
 # torch declares no types for some functions of these modules.
 _cuda: Any = torch.cuda
 _profile: Any = torch.profiler.profile
@@ -93,11 +101,12 @@ class Capture:
         self._batch, self._batch_counter = batch, _BatchCounter(self._hooks)
         self._program_profilers = _ProgramProfilers(self)
         self._device: torch.device | None = None  # the GPU that the program uses
-        # (start, end) of the steps during `wait`, without the profiler, and during `active`.
-        self._unrecorded: list[tuple[Any, Any]] = []
-        self._recorded: list[tuple[Any, Any]] = []
+        # The steps during `wait`, without the profiler, and during `active`.
+        self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
+        self._peak_before, self._touched = 0, 0  # bytes: before the recording, and added for it
         self._step_start: Any = None  # None if the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._forward_calls: _ForwardCalls | None = None  # None: the steps are not forward calls
 
     def __enter__(self) -> "Capture":
         if _cuda.is_initialized():
@@ -114,11 +123,12 @@ class Capture:
         if self._profiler is None:
             return
         if self._step_start is not None:
-            times = self._unrecorded if self._steps < self.wait else self._recorded
-            times.append((self._step_start, _now(self._device)))
+            steps = self._unrecorded if self._steps < self.wait else self._recorded
+            start, faults = self._step_start
+            steps.add(start, _now(self._device), _page_faults() - faults)
         self._steps += 1
         if self._steps == self.wait:
-            self._stop_if_program_profiles()
+            self._before_recording()
         if self._steps < self.wait + self.warmup + self.active:
             self._profiler.step()
             self._begin_step()
@@ -143,20 +153,23 @@ class Capture:
             profiler.add_metadata_json("tutti", json.dumps(self._metadata(), default=str))
         profiler.stop()  # calls _write if steps were recorded
 
-    def follow_optimizers(self) -> "Capture":
-        """Treat each optimizer step as the end of a training step, through torch's global hook.
+    def follow_program(self) -> "Capture":
+        """Find the steps of an unchanged program through torch's global hooks.
 
-        Nothing is recorded before the first step of an optimizer, so processes that do not train
-        are not affected.
+        A step ends with each step of an optimizer. In a program without an optimizer (inference) a
+        step begins with each call of the outermost module. Nothing is recorded before, so processes
+        that do neither are not affected.
         """
         self._program_profilers.begin()
         self._hooks.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
+        self._forward_calls = _ForwardCalls(self)
         atexit.register(self._at_exit)  # the program may end before the schedule
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if _cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph does not run now
+        self.ignore_forward_calls()
         # With several optimizers (a GAN, one per parameter) the first one marks the steps.
         if self._leading_optimizer is None:
             self._leading_optimizer = weakref.ref(optimizer)
@@ -167,6 +180,21 @@ class Capture:
             self._never_raise(self.step)
         elif leading is None:  # the first optimizer was deleted
             self._leading_optimizer = weakref.ref(optimizer)
+
+    def begin_at_forward(self, module: torch.nn.Module) -> None:
+        self._device = next((p.device for p in module.parameters() if p.is_cuda), None)
+        self._never_raise(self._start)
+
+    def ignore_forward_calls(self) -> None:
+        """The program trains: discard the steps of an evaluation before the training."""
+        if self._forward_calls is None:
+            return
+        self._forward_calls.remove()
+        self._forward_calls = None
+        profiler, self._profiler, self._steps = self._profiler, None, 0  # _write writes nothing
+        self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
+        if profiler is not None:
+            self._never_raise(profiler.stop)
 
     def _at_exit(self) -> None:
         if self._profiler is not None:
@@ -189,10 +217,15 @@ class Capture:
         self._hooks.close()
         self._profiler = None
 
-    def _stop_if_program_profiles(self) -> None:
+    def _before_recording(self) -> None:
+        """Called after the steps of `wait`, which are therefore not affected."""
         if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
+        if not self.nvtx:
+            self._peak_before = _peak_memory()
+            size = min((self.active + 1) * _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES)
+            self._touched = _touch_heap(size)
 
     def _before_profiler_starts(self, starting: Any) -> None:
         """End this capture, and keep its recorded steps, if `starting` belongs to the program."""
@@ -207,7 +240,7 @@ class Capture:
 
     def _start(self) -> None:
         if self.wait == 0:
-            self._stop_if_program_profiles()
+            self._before_recording()
         # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU,
         # even if the host has GPUs.
         shapes = self._device is None if self.shapes is None else self.shapes
@@ -235,7 +268,7 @@ class Capture:
 
     def _begin_step(self) -> None:
         in_warmup = self.wait <= self._steps < self.wait + self.warmup
-        self._step_start = None if in_warmup else _now(self._device)
+        self._step_start = None if in_warmup else (_now(self._device), _page_faults())
 
     def _action(self, step: int) -> ProfilerAction:
         """Return what torch.profiler.schedule returns, without its warning about a warm-up of 0."""
@@ -277,7 +310,8 @@ class Capture:
         metadata: dict[str, Any] = {
             "backend": "none",
             "host": socket.gethostname(),  # torch 2.11 does not write host_name
-            "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            # Without the heap that was added for the profiler.
+            "host_memory_bytes": max(self._peak_before, _peak_memory() - self._touched),
             "recorder": [],
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
@@ -288,8 +322,9 @@ class Capture:
             metadata["backend"] = dist.get_backend()
             with contextlib.suppress(Exception):  # the recorder is not a stable interface
                 metadata["recorder"] = _recorded_collectives()
-        unrecorded, recorded = _step_seconds(self._unrecorded), _step_seconds(self._recorded)
+        unrecorded, recorded = self._unrecorded.seconds(), self._recorded.seconds()
         both = recorded and unrecorded
+        calls = self._forward_calls
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
@@ -297,6 +332,10 @@ class Capture:
             # during which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
+            # Minor page faults of each step: of those without the profiler, and of the recorded.
+            "page_faults": [self._unrecorded.page_faults, self._recorded.page_faults],
+            # The module whose calls are the steps; None: the steps are those of an optimizer.
+            "steps_of_module": calls.module_name if calls is not None else None,
             "overhead": median(recorded) / median(unrecorded) if both else None,
             "batch": self._batch,
         }
@@ -311,11 +350,51 @@ def _now(device: torch.device | None) -> Any:
     return event
 
 
-def _step_seconds(times: list[tuple[Any, Any]]) -> list[float]:
-    if times and not isinstance(times[-1][1], float):
-        times[-1][1].synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in times]
-    return [end - start for start, end in times]
+class _StepTimes:
+    """The start, the end and the page faults of steps."""
+
+    def __init__(self) -> None:
+        self._times: list[tuple[Any, Any]] = []
+        self.page_faults: list[int] = []
+
+    def add(self, start: Any, end: Any, page_faults: int) -> None:
+        self._times.append((start, end))
+        self.page_faults.append(page_faults)
+
+    def seconds(self) -> list[float]:
+        if self._times and not isinstance(self._times[-1][1], float):
+            self._times[-1][1].synchronize()
+            return [start.elapsed_time(end) / 1e3 for start, end in self._times]
+        return [end - start for start, end in self._times]
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _peak_memory() -> int:
+    """Return the peak memory of this process in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _touch_heap(size: int) -> int:
+    """Enlarge the heap by about `size` bytes, touch and free them; returns the touched bytes.
+
+    The profiler stores its events on the heap. Without this, the heap grows during the recorded
+    steps, and each new page is a page fault: thousands per step, which slow the steps by an amount
+    that depends on the number of operators and of ranks. malloc returns free memory to the system
+    only from the end of the heap, so the block with the highest address is never freed.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    blocks = [libc.malloc(_HEAP_BLOCK_BYTES) for _ in range(size // _HEAP_BLOCK_BYTES)]
+    blocks = sorted(filter(None, blocks))
+    for block in blocks:
+        ctypes.memset(block, 0, _HEAP_BLOCK_BYTES)
+    for block in blocks[:-1]:
+        libc.free(block)
+    return len(blocks) * _HEAP_BLOCK_BYTES
 
 
 def _recorded_collectives() -> list[dict[str, Any]]:
@@ -343,6 +422,57 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
     setattr(owner, name, replacement)
 
 
+class _ForwardCalls:
+    """Marks the steps of a program that has no optimizer: the calls of its outermost module.
+
+    The first module that is called twice from outside of any module, in evaluation mode or without
+    gradients, marks the steps. The hooks are removed when the program creates an optimizer.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._depth = 0  # of nested calls of modules
+        self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._leading: weakref.ref[torch.nn.Module] | None = None
+        self.module_name: str | None = None
+        self._hooks = ExitStack()
+        capture._hooks.callback(self._hooks.close)
+        self._hooks.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        after = register_module_forward_hook(self._after_forward, always_call=True)
+        self._hooks.callback(after.remove)
+        optimizer: Any = torch.optim.Optimizer
+        initialize = optimizer.__init__
+
+        @functools.wraps(initialize)
+        def initialize_and_ignore(*arguments: Any, **named: Any) -> None:
+            initialize(*arguments, **named)
+            capture.ignore_forward_calls()
+
+        _replace(self._hooks, optimizer, "__init__", initialize_and_ignore)
+
+    def remove(self) -> None:
+        self._hooks.close()
+
+    def _before_forward(self, module: torch.nn.Module, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth += 1
+        if self._depth > 1 or (module.training and torch.is_grad_enabled()):
+            return
+        if self._leading is not None:
+            if self._leading() is module:
+                self._capture._never_raise(self._capture.step)
+        elif module in self._called:
+            self._leading, self.module_name = weakref.ref(module), type(module).__name__
+            self._capture.begin_at_forward(module)
+        else:
+            self._called.add(module)
+
+    def _after_forward(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth = max(0, self._depth - 1)
+
+
 class _BatchCounter:
     """Counts the samples of the first data loader that is used after `begin`.
 
@@ -355,8 +485,13 @@ class _BatchCounter:
         self._hooks = hooks
         self._loader: Any = None
         self._samples: float | None = 0.0
+        self._counts = False
 
     def begin(self) -> None:
+        self._loader, self._samples = None, 0.0
+        if self._counts:
+            return
+        self._counts = True
         self._count_results(dataloader._BaseDataLoaderIter, "__next__", _torch_batch)
         if (module := sys.modules.get("tutti.data.loader")) is not None:
             self._count_results(

@@ -115,11 +115,14 @@ def name_axes(trace: RankTrace) -> None:
     """Set the mesh axis of each collective, and the ranks of its group, which matching needs.
 
     A DeviceMesh describes its groups as mesh_<axis>. The default group belongs to the only axis, or
-    to the axis `world` if there are several. Without a mesh the operation determines the axis:
-    replicas all-reduce gradients, and sharding gathers parameters and scatters gradients.
+    to the axis `world` if there are several. Without a mesh the operations determine the axis:
+    replicas all-reduce gradients; sharding gathers parameters and scatters gradients. A program
+    that all-reduces and never scatters has replicas: its gathers collect metrics.
     """
     by_description = {str(group.get("pg_desc", "")): group for group in trace.groups.values()}
     present = _axes_present(trace)
+    operations = {collective.operation for collective in trace.collectives}
+    shards = "reduce_scatter" in operations or "all_reduce" not in operations
     for collective in trace.collectives:
         group = trace.groups.get(collective.group, {})
         if collective.group.startswith("tutti "):
@@ -130,7 +133,7 @@ def name_axes(trace: RankTrace) -> None:
         if not collective.group_ranks:
             collective.group_ranks = tuple(group.get("ranks") or ())
         description = str(group.get("pg_desc", ""))
-        collective.axis = _axis(collective, description, trace.world_size, present)
+        collective.axis = _axis(collective, description, trace.world_size, present, shards)
 
 
 def _axes_present(trace: RankTrace) -> set[str]:
@@ -147,7 +150,7 @@ def _axes_present(trace: RankTrace) -> set[str]:
 
 
 def _axis(
-    collective: Collective, description: str, world_size: int, present: set[str]
+    collective: Collective, description: str, world_size: int, present: set[str], shards: bool
 ) -> str | None:
     if (named := _named_axis(description)) is not None:
         return named
@@ -164,7 +167,8 @@ def _axis(
         return next(iter(present))
     if point_to_point:
         return "pp"
-    return "shard" if collective.operation in ("all_gather", "reduce_scatter") else "dp"
+    shard = shards and collective.operation in ("all_gather", "reduce_scatter")
+    return "shard" if shard else "dp"
 
 
 def _named_axis(description: str) -> str | None:

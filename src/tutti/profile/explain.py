@@ -145,6 +145,8 @@ def explain(files: Sequence[Path]) -> Explanation:
             f"traces of rank{'s' * (len(missing) > 1)} {shown} are missing ({len(present)} of "
             f"{world_size} were found). Waiting for a missing rank counts as moving data."
         )
+    if modules := sorted({str(t.capture_info.get("steps_of_module") or "") for t in traces} - {""}):
+        notes.append(f"the program has no optimizer: a step is a call of {', '.join(modules)}")
     for trace in traces:
         name_axes(trace)
     clocks = align_clocks(traces)

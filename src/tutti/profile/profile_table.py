@@ -7,7 +7,7 @@ from typing import Any
 from tutti.measure.terminal import wrap_line
 from tutti.measure.units import format_bytes
 from tutti.profile.explain import COMM_RATIO_LIMIT
-from tutti.profile.step_breakdown import PARTS, excess_text
+from tutti.profile.step_breakdown import PARTS, excess_text, lateness_text
 
 _FULL_WIDTH = 80
 _MAX_RANKS = 16
@@ -137,15 +137,16 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
         return
     for row in stragglers[:_MAX_ROWS]:
         cost = row["cost_s"]
-        often = "is late" if row["steady"] else "is sometimes late"
         yield (
-            f"rank {row['rank']} {often}: the others wait {1e3 * cost['mean']:.1f} ms per step "
-            f"({100 * row['cost_share']:.0f} %) for it,"
+            f"rank {row['rank']} {lateness_text(row)}: the others wait {1e3 * cost['mean']:.1f} ms "
+            f"per step ({100 * row['cost_share']:.0f} %) for it,"
         )
         yield (
             f"  {1e3 * cost['min']:.1f} to {1e3 * cost['max']:.1f} ms; in {row['steps']} of "
             f"{row['of_steps']} steps; last at {row['last']} of {row['of_collectives']} collectives"
         )
+        if not row["steady"] and row["period"] is None:
+            yield f"  --active {max(20, 2 * row['of_steps'])} records more steps, to find a period"
         if row["instead"]["seconds"] >= 5e-5:
             yield f"  it {excess_text(row['instead'])}"
     ranks = {row["rank"]: row["steps"] for row in rows["ranks"]}

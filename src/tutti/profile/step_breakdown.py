@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -254,7 +255,8 @@ def straggler_rows(
     never waits. The rank with the longest collective is a victim, not the cause.
 
     `cost_s` is the time per step in which the other ranks neither computed nor moved data because
-    of this rank. It is the mean over the other ranks.
+    of this rank, as a mean over the other ranks. `late_steps` are the steps in which the rank was
+    late, `late_cost_s` is their median cost, and `period` is 5 if every fifth step is late.
     """
     synchronizing = [match for match in matched if match.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
@@ -262,15 +264,19 @@ def straggler_rows(
     rows = []
     for rank in ranks:
         others = [step for step in steps if step.rank != rank]
-        costs = [
-            fmean(step.waited_for.get(rank, 0.0) for step in others if step.step == number)
+        cost_of_step = {
+            number: fmean(step.waited_for.get(rank, 0.0) for step in others if step.step == number)
             for number in sorted({step.step for step in others})
-        ]
+        }
+        costs = list(cost_of_step.values())
         if not any(cost > 0 for cost in costs):
             continue
         lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
         share = fmean(costs) / length
-        late_steps = sum(cost > _NOTABLE_SHARE * length for cost in costs)
+        late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
+        steady = len(late) > len(costs) / 2
+        if not steady:  # small delays by chance are left out
+            late = [step for step in late if cost_of_step[step] > max(costs) / 2]
         waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)
         for step in others:
             waited[str(step.rank)] += step.waited_for.get(rank, 0.0)
@@ -278,19 +284,38 @@ def straggler_rows(
             {
                 "rank": rank,
                 "straggler": share >= _NOTABLE_SHARE,
-                "steady": late_steps > len(costs) / 2,
+                "steady": steady,
                 "cost_s": summarize(costs),
                 "cost_share": share,
-                "steps": late_steps,
+                "steps": len(late),
                 "of_steps": len(costs),
+                "late_steps": late,
+                "late_cost_s": median(cost_of_step[step] for step in late) if late else 0.0,
+                "period": None if steady else find_period(late, list(cost_of_step)),
                 "last": times_last[rank],
                 "of_collectives": len(synchronizing),
                 "late_by_s": summarize(lateness) if lateness else None,
-                "instead": _largest_excess(rank, steps),
+                "instead": _largest_excess(
+                    rank, [step for step in steps if steady or not late or step.step in late]
+                ),
                 "made_wait": waited,
             }
         )
     return sorted(rows, key=lambda row: -row["cost_s"]["mean"])
+
+
+def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
+    """Return the number of steps between late steps, if it is constant; `late` and `steps` ascend.
+
+    Two late steps determine a period only if the recording has no place for a third one. The period
+    of steady lateness is 1, and that of fewer than two late steps is unknown.
+    """
+    distances = {after - before for before, after in pairwise(late)}
+    if len(distances) != 1:
+        return None
+    (period,) = distances
+    complete = late[0] - period < steps[0] and late[-1] + period > steps[-1]
+    return period if complete else None
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
@@ -302,6 +327,23 @@ def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]
     }
     part = max(excess, key=lambda name: excess[name])
     return {"part": part, "seconds": excess[part]}
+
+
+def lateness_text(row: Mapping[str, Any]) -> str:
+    """Return how often a straggler is late, for example `is late by 80.0 ms in every 5th step`."""
+    if row["steady"]:
+        return "is late"
+    share = f"{100 * row['steps'] / row['of_steps']:.0f} % of the steps"
+    delay = f"is late by {1e3 * row['late_cost_s']:.1f} ms"
+    if row["period"] is None:
+        return f"{delay} in {share}"
+    return f"{delay} in every {ordinal(row['period'])} step ({share})"
+
+
+def ordinal(number: int) -> str:
+    """Return a number as 2nd, 3rd, 5th, 11th or 22nd."""
+    last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"
 
 
 def excess_text(instead: Mapping[str, Any]) -> str:

@@ -69,6 +69,8 @@ def read_rank(path: Path) -> RankTrace:
 class _TraceReader:
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        # The program's own ranges, by thread and name without digits; used if no step is marked.
+        self.ranges: dict[tuple[Any, str], list[tuple[float, float]]] = defaultdict(list)
         self.first, self.last = float("inf"), float("-inf")
         self.copies, self.input = IntervalCollector(), IntervalCollector()
         # The operators that compute and the calls that communicate, for each thread.
@@ -178,6 +180,8 @@ class _TraceReader:
                 self.comm_calls[event.get("tid")].add(start, end)
                 operation = operation_named(tag.operation) or tag.operation
                 self.comm_ranges.append(_host_event(operation, event, start, end, tag))
+        else:
+            self.ranges[event.get("tid"), re.sub(r"\d+", "", name)].append((start, end))
 
     def finish(self, file: TraceFile) -> RankTrace:
         metadata = file.metadata
@@ -223,6 +227,8 @@ class _TraceReader:
             *events, recorder, group_size, self._accumulates_gradient
         )
         self.collectives.sort(key=lambda collective: collective.start)
+        if not self.steps and (range_name := self._steps_from_ranges()):
+            notes.append(f"{file.path.name} has no profiler steps: a step is one {range_name}")
         # At the end of the recording the profiler also closes a step that is not finished.
         if (finished := captured.get("steps")) is not None:
             self.steps = [step for step in self.steps if step.number < finished]
@@ -263,6 +269,23 @@ class _TraceReader:
             capture_info={key: value for key, value in captured.items() if key != "recorder"},
             notes=notes,
         )
+
+    def _steps_from_ranges(self) -> str | None:
+        """Make steps of a range that is repeated at least twice; returns its name, if any.
+
+        A step ends with each `Optimizer.step`. Without an optimizer, a step begins with each range
+        that takes the most time in total, for example `DistributedDataParallel.forward` or a range
+        of the program.
+        """
+        repeated = {name: times for (_, name), times in self.ranges.items() if len(times) > 2}
+        optimizers = {n: t for n, t in repeated.items() if n.startswith("Optimizer.step#")}
+        found = optimizers or repeated
+        if not found:
+            return None
+        name = max(found, key=lambda each: sum(end - start for start, end in found[each]))
+        moments = sorted(end if optimizers else start for start, end in found[name])
+        self.steps = [Step(n, *times) for n, times in enumerate(pairwise(moments))]
+        return name
 
     def _combine_tagged_kernels(self) -> None:
         """Combine the kernels of one tutti.comm call into one collective, except NCCL's kernels.

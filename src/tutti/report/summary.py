@@ -84,13 +84,13 @@ def flags_text(row: dict[str, Any]) -> str:
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Return the name and share of the largest cause of lost efficiency. `other` is split."""
-    causes = {NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
-    names = {"compute": "slower compute", "gaps": "more gaps"}
-    for name, share in (row.get("other") or {"rest": row["loss"]["other"]}).items():
-        causes[names.get(name, name)] = share
-    name = max(causes, key=lambda cause: float(causes[cause]))
-    return name, causes[name]
+    """Return name and share of the largest significant cause of lost efficiency, or ("", 0)."""
+    causes = {name: float(share) for name, share in row["loss"].items() if name != "other"}
+    causes |= row.get("other") or {"rest": row["loss"]["other"]}
+    named = [name for name in row.get("named", causes) if name in causes]
+    name = max(named, key=lambda cause: causes[cause], default="")
+    names = NAMES | {"compute": "slower compute", "gaps": "more gaps", "slow_steps": "slow steps"}
+    return names.get(name, name), causes.get(name, 0.0)
 
 
 def sentences(sources: ReportSources) -> Iterator[str]:
@@ -148,7 +148,9 @@ def _scale_sentences(result: Result) -> Iterator[str]:
         f"{count(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
     )
     name, share = largest_loss(last)
-    if lost > 0 and share > 0:
+    if last.get("verdict"):
+        yield f"{last['verdict']}."
+    elif lost > 0 and share > 0:
         percent = f"{100 * share:.0f} % of the step"
         yield f"The largest cause of the lost {100 * lost:.0f} % is {name}, {percent}."
 

@@ -2,46 +2,93 @@
 
 A step with N ranks takes T(N) seconds. The ideal is f × T(base), where base is the smallest number
 of ranks: f is 1 if every rank keeps its batch (weak scaling), and base / N if the ranks divide one
-batch (strong scaling). Efficiency is E = f × T(base) / T(N). A recorded step is the sum of its
-parts, so the lost efficiency of recorded steps is a sum over the parts:
+batch (strong scaling). Efficiency is E = f × T(base) / T(N). A step is the sum of its parts, so the
+lost efficiency is a sum over the parts:
 
-    1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
-
-The reported efficiency is that of steps without the profiler. The difference between the two
-efficiencies, caused by recording or noise, is a separate cause, `unexplained`.
+    1 − E = Σ (part(N) − f × part(base)) / T(N)
 
 Ratios are computed within a repeat, in which all numbers of ranks ran on the same machine. A row
-has the efficiency and the causes of the median repeat (the mean of the two middle repeats if the
-number of repeats is even), so the causes add up to the lost efficiency.
+has the median of the efficiency and of each cause over the repeats, and their quartiles. Medians do
+not add up exactly: the difference is part of `unexplained`, so the causes of a row add up to its
+lost efficiency.
+
+The noise of a row is the largest of
+
+    1 % of the step (5 % with fewer than 3 repeats, which show no spread)
+    1.82 × IQR / √repeats, where IQR is the distance of the quartiles of the efficiency: the 95 %
+        confidence limits of a median, if the repeats are distributed normally
+    2 × |unexplained|
+
+A cause is named if it is larger than the noise and its quartiles have the same sign. A verdict is
+clear if there are at least 3 repeats and the largest cause is named, or nothing is larger than a
+noise of at most 3 %.
 """
 
-from collections.abc import Sequence
-from statistics import fmean
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
 from typing import Any
 
-from tutti.measure.spread import percentile
+from tutti.measure.spread import percentile, quartiles
 from tutti.scale.forecast import Mode, Ratio, comm_points, fit_comm, forecast
 from tutti.scale.scale_runs import MeasuredRun, MeasuredStep
 
-_PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"}
-LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
-OTHER_CAUSES = ("compute", "gaps", "rest", "unexplained")
+_PART_OF_CAUSE = {
+    **{"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"},
+    **{"compute": "compute", "gaps": "host_gap", "rest": "rest", "slow_steps": "slow_steps"},
+    "unexplained": "unexplained",
+}
+LOSS_CAUSES = ("exposed_comm", "wait", "bubble", "input", "compute", "other")
+OTHER_CAUSES = ("gaps", "rest", "slow_steps", "unexplained")  # the sum is `other`
+MIN_REPEATS = 3  # quartiles of fewer repeats do not show the spread
+_MIN_NOISE, _NOISE_WITHOUT_SPREAD, _CLEAR_NOISE = 0.01, 0.05, 0.03
+# 95 % limits of a median of n samples: 1.96 × 1.253 σ / √n, and IQR = 1.349 σ.
+_CONFIDENCE = 1.96 * 1.253 / 1.349
 _SAME_SAMPLES = 0.05  # relative difference that counts as equal, as the last batch may be smaller
 
 
-def loss_by_cause(
-    step: MeasuredStep, base: MeasuredStep, ideal: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the loss by cause and the causes within `other`. A negative share is a gain."""
+def loss_by_cause(step: MeasuredStep, base: MeasuredStep, ideal: float) -> dict[str, float]:
+    """Return the lost share of the step by cause, with `other` split; negative: gain."""
+    return {
+        cause: (step.parts[part] - ideal * base.parts[part]) / step.seconds
+        for cause, part in _PART_OF_CAUSE.items()
+    }
 
-    def excess(part: str) -> float:
-        return (step.parts[part] - ideal * base.parts[part]) / step.recorded_seconds
 
-    loss = {cause: excess(part) for cause, part in _PART_OF_CAUSE.items()}
-    other = {"compute": excess("compute"), "gaps": excess("host_gap"), "rest": excess("rest")}
-    recorded = ideal * base.recorded_seconds / step.recorded_seconds
-    other["unexplained"] = recorded - ideal * base.seconds / step.seconds
-    return loss | {"other": sum(other.values())}, other
+def significance(
+    losses: Sequence[Mapping[str, float]], efficiencies: Sequence[float]
+) -> dict[str, Any]:
+    """Return medians and quartiles over the repeats, the noise, and the causes that are larger.
+
+    `repeats_needed` is an estimate of the number of repeats after which the verdict is clear: the
+    noise shrinks with the square root of the number of repeats.
+    """
+    lost, count = 1 - median(efficiencies), len(efficiencies)
+    causes = {name: median(loss[name] for loss in losses) for name in losses[0]}
+    causes["unexplained"] = lost - sum(v for name, v in causes.items() if name != "unexplained")
+    spread = {name: list(quartiles([loss[name] for loss in losses])) for name in causes}
+    low, high = quartiles(efficiencies)
+    least = _MIN_NOISE if count >= MIN_REPEATS else _NOISE_WITHOUT_SPREAD
+    unexplained = abs(causes["unexplained"])
+    noise = max(least, _CONFIDENCE * (high - low) / math.sqrt(count), 2 * unexplained)
+    candidates = sorted(causes.keys() - {"unexplained"}, key=lambda name: -abs(causes[name]))
+    named = [
+        name
+        for name in candidates
+        if abs(causes[name]) > noise and spread[name][0] * spread[name][1] > 0
+    ]
+    largest = abs(causes[candidates[0]])
+    small = max(noise, largest) <= _CLEAR_NOISE
+    clear = count >= MIN_REPEATS and (candidates[0] in named or small)
+    needed = math.ceil(count * (noise / max(largest, _CLEAR_NOISE)) ** 2)
+    return {
+        "causes": causes,
+        "quartiles": spread,
+        "noise": noise,
+        "named": named,
+        "clear": clear,
+        "repeats_needed": count if clear else max(needed, count + 2, MIN_REPEATS),
+    }
 
 
 class Scaling:
@@ -135,7 +182,11 @@ class Scaling:
         speeds = [self.throughput(run) for run in self.runs if run.ranks == ranks]
         efficiencies = [ratio.efficiency for ratio in ratios]
         chosen = _middle(ratios)
-        losses = [loss_by_cause(run.step, base.step, ideal) for run, base, ideal in chosen]
+        losses = [loss_by_cause(run.step, base.step, ideal) for run, base, ideal in ratios]
+        result = significance(losses, efficiencies)
+        causes, spread = result["causes"], result["quartiles"]
+        other = {name: causes[name] for name in OTHER_CAUSES}
+        others = [sum(loss[name] for name in OTHER_CAUSES) for loss in losses]
         return {
             "ranks": ranks,
             "samples_per_s": percentile(speeds, 50),
@@ -144,9 +195,13 @@ class Scaling:
             "speedup": percentile(efficiencies, 50) * ranks / self.sizes[0],
             "efficiency": percentile(efficiencies, 50),
             "efficiency_spread": [percentile(efficiencies, 25), percentile(efficiencies, 75)],
-            "loss": {name: fmean(loss[name] for loss, _ in losses) for name in LOSS_CAUSES},
-            "other": {name: fmean(other[name] for _, other in losses) for name in OTHER_CAUSES},
+            "loss": {name: causes[name] for name in LOSS_CAUSES if name != "other"}
+            | {"other": sum(other.values())},
+            "other": other,
+            "loss_quartiles": spread | {"other": list(quartiles(others))},
+            **{key: result[key] for key in ("noise", "named", "clear", "repeats_needed")},
             "late": chosen[0].run.late,
+            "slow_steps": chosen[0].run.slow,
             "folder": str(chosen[0].run.folder),
             "repeats": len(speeds),
         }

@@ -130,15 +130,12 @@ class EfficiencyModel:
         self._ends, self._fit, self._mode = ends, fit, mode
         self._largest, step = ends.run, ends.run.step
         self._own, base_own = (
-            run.step.seconds_without_profiler("compute", "host_gap", "rest")
+            run.step.seconds - run.step.total("input", "exposed", "wait", "bubble")
             for run in (ends.run, ends.base)
         )
-        self._input, self._exposed = (
-            step.seconds_without_profiler("input"),
-            step.seconds_without_profiler("exposed"),
-        )
+        self._input, self._exposed = step.total("input"), step.total("exposed")
         self._hidden = ends.run.hidden * step.seconds
-        self._busy_share = 1 - step.seconds_without_profiler("wait", "bubble") / step.seconds
+        self._busy_share = 1 - step.total("wait", "bubble") / step.seconds
         proportional = 0.0  # the part of own work that is proportional to the batch of a rank
         if mode == "strong":
             batch = ends.base.ranks / ends.run.ranks  # batch of a rank, relative to the base run

@@ -18,14 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import FrameType
 from typing import Any
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.spread import middle_half
 from tutti.profile.captured_command import captured_environment
-from tutti.profile.explain import explain
+from tutti.profile.explain import Explanation, explain
+from tutti.profile.step_breakdown import find_period
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 
@@ -33,6 +35,10 @@ RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1  # an option of prctl
+# Recording slows compute on a CPU, and the host of a GPU. A larger correction is not credible.
+_MIN_CORRECTION, _MAX_CORRECTION = 0.4, 1.25
+_SLOW_STEP = 0.1  # a step is slow if it takes longer than the others by this share
+_LATE_KEYS = ("rank", "cost_s", "cost_share", "instead", "steady", "period")
 _RANK_FLAGS = {
     **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
     **dict.fromkeys(
@@ -49,7 +55,7 @@ class Schedule:
 
     settle: int = 5
     timed: int = 20
-    recorded: int = 5
+    recorded: int = 10
 
     @property
     def steps(self) -> int:
@@ -159,27 +165,28 @@ class PlannedRun:
 
 
 def plan_runs(
-    sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
+    sizes: Sequence[int], repeats: Sequence[int], sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Return the runs by repeat, so that drift of the machine's speed affects all sizes equally."""
-    plan = product(range(repeats), sweep, sizes)
-    return [PlannedRun(ranks, repeat, flags) for repeat, flags, ranks in plan]
+    """Return the runs by repeat, so that drift of the machine's speed affects all sizes equally.
+
+    Every second repeat has the opposite order of sizes.
+    """
+    return [
+        PlannedRun(ranks, repeat, flags)
+        for repeat, flags in product(repeats, sweep)
+        for ranks in (sizes if repeat % 2 == 0 else reversed(sizes))
+    ]
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The time of a step without the profiler in seconds, and the parts of a recorded step."""
+    """Mean seconds of a step without the profiler, and its parts, which add up to these seconds."""
 
     seconds: float
     parts: Mapping[str, float]
 
-    @property
-    def recorded_seconds(self) -> float:
-        return sum(self.parts.values())
-
-    def seconds_without_profiler(self, *parts: str) -> float:
-        """Return the seconds of `parts`, assuming that recording slows all parts by one factor."""
-        return sum(self.parts[part] / self.recorded_seconds * self.seconds for part in parts)
+    def total(self, *parts: str) -> float:
+        return sum(self.parts[part] for part in parts)
 
 
 @dataclass(frozen=True)
@@ -195,6 +202,7 @@ class MeasuredRun:
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
     late: dict[str, Any] | None  # the rank for which the others wait longest, if any
+    slow: dict[str, Any] | None  # how many timed steps are slow, how slow, and how often
     overhead: float  # recorded step / step without the profiler
     notes: list[str]
 
@@ -210,6 +218,7 @@ class MeasuredRun:
             "parts_s": self.step.parts,
             "recording_overhead": self.overhead,
             "late": self.late,
+            "slow_steps": self.slow,
         }
 
 
@@ -276,7 +285,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     if not files:
         raise NotMeasured(
             f"no rank wrote a trace. Each rank must take {schedule.steps} steps of a torch "
-            "optimizer: train longer, or reduce --steps or --settle"
+            "optimizer (without an optimizer, calls of its module): train longer, or reduce "
+            "--steps or --settle"
         )
     if len(files) != run.ranks:
         raise NotMeasured(
@@ -297,9 +307,9 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     times = [info.get("step_s", [])[schedule.settle :] for info in infos]
     if not all(times):
         raise NotMeasured("a trace has no step that was timed without the profiler")
-    seconds = fmean(map(fmean, times))
+    step_times = [fmean(of_ranks) for of_ranks in zip(*times, strict=False)]
     recorded = fmean(row["step_s"]["mean"] for row in ranks)
-    notes = [note for note in rows["notes"] if "missing" in note]
+    notes = [note for note in rows["notes"] if "missing" in note or "no optimizer" in note]
     if run.ranks > 1 and not rows["comm"]:
         notes.append(
             f"the {run.ranks} ranks do not communicate, so each rank trains alone. The script must "
@@ -312,13 +322,64 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
         folder=folder,
         flags=run.flags,
         samples=_samples_per_step(folder, [info.get("batch") for info in infos]),
-        step=MeasuredStep(seconds, combine_ranks([row["parts_s"] for row in ranks])),
+        step=calibrate(
+            recorded_parts(explanation), step_times, any(t.on_device for t in explanation.traces)
+        ),
         hidden=fmean(row["parts_s"]["hidden"] for row in ranks) / recorded,
         comm=rows["comm"],
-        late=late and {key: late[key] for key in ("rank", "cost_s", "cost_share", "instead")},
-        overhead=recorded / seconds,
+        late=late and {key: late[key] for key in _LATE_KEYS},
+        slow=slow_steps(step_times),
+        overhead=median(info.get("overhead") or 1.0 for info in infos),
         notes=notes,
     )
+
+
+def recorded_parts(explanation: Explanation) -> dict[str, float]:
+    """Return the parts of a typical recorded step: the mean over the middle half by step length."""
+    steps: dict[int, list[Mapping[str, float]]] = {}
+    for each in explanation.steps:
+        steps.setdefault(each.step, []).append(each.parts)
+    complete = [parts for parts in steps.values() if len(parts) == len(explanation.traces)]
+    combined = [combine_ranks(parts) for parts in complete or list(steps.values())]
+    middle = middle_half(combined, key=lambda parts: sum(parts.values()))
+    return {name: fmean(parts[name] for parts in middle) for name in middle[0]}
+
+
+def calibrate(
+    recorded: Mapping[str, float], step_times: Sequence[float], on_device: bool = False
+) -> MeasuredStep:
+    """Return the parts of the timed steps, from the parts of a typical recorded step.
+
+    Recording slows operators on a CPU (compute and rest), and the launch of kernels on a GPU, which
+    appears as gaps: these parts are scaled, so that all parts add up to a typical timed step, the
+    mean over the middle half. `unexplained` is a difference that is too large for this.
+    `slow_steps` is the difference between the mean over all timed steps and a typical step.
+    """
+    typical = fmean(middle_half(step_times, key=float))
+    mean = fmean(step_times)
+    slowed = ("host_gap", "rest") if on_device else ("compute", "rest")
+    own = sum(recorded[name] for name in slowed)
+    factor = 1 + (typical - sum(recorded.values())) / own if own else 1.0
+    factor = min(max(factor, _MIN_CORRECTION), _MAX_CORRECTION)
+    parts = {name: time * (factor if name in slowed else 1) for name, time in recorded.items()}
+    unexplained = typical - sum(parts.values())
+    return MeasuredStep(mean, parts | {"slow_steps": mean - typical, "unexplained": unexplained})
+
+
+def slow_steps(step_times: Sequence[float]) -> dict[str, Any] | None:
+    """Return the number of slow steps, their median excess, and their period if constant."""
+    typical = fmean(middle_half(step_times, key=float))
+    excess = [seconds - typical for seconds in step_times]
+    limit = max(_SLOW_STEP * typical, max(excess) / 2)
+    slow = [number for number, seconds in enumerate(excess) if seconds > limit]
+    if not slow:
+        return None
+    return {
+        "steps": len(slow),
+        "of_steps": len(step_times),
+        "excess_s": median(excess[number] for number in slow),
+        "period": find_period(slow, range(len(step_times))),
+    }
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -6,27 +6,27 @@ from typing import Any
 
 from tutti.measure.spread import percentile
 from tutti.measure.terminal import wrap_line
-from tutti.profile.step_breakdown import excess_text
-from tutti.scale.efficiency import LOSS_CAUSES, Scaling
+from tutti.profile.step_breakdown import excess_text, ordinal
+from tutti.scale.efficiency import LOSS_CAUSES, MIN_REPEATS, Scaling
 from tutti.scale.forecast import MAX_RANKS, Mode
 from tutti.scale.scale_runs import MeasuredRun
 from tutti.world.errors import UsageError
 
 _FULL_WIDTH = 80
-_SPEED_WIDTH = 20
+_SPEED_WIDTH, _NARROW_SPEED_WIDTH = 20, 9
 _PROFILE_COMMAND = "for details: tutti profile --trace"
-_WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "other": 6}
-_MEANINGS = {
-    "exposed_comm": "communication without compute to hide behind",
-    "wait": "waiting for ranks that arrive later",
-    "bubble": "the pipeline bubble",
-    "input": "waiting for input",
-    "compute": "slower compute (ranks share cores, caches or memory, or batches are small)",
-    "gaps": "gaps in which nothing recorded runs (Python, launches, other programs)",
-    "rest": "code around operators (autograd's engine, DDP's reducer, copies)",
-    "unexplained": "unknown, because recorded steps differ from timed steps (short steps, noise)",
+_WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "compute": 8, "other": 6}
+# The name of each cause in the verdict, and what it means.
+_CAUSES = {
+    "exposed_comm": ("exposed communication", "data moves while nothing computes"),
+    "wait": ("waiting", "a collective waits for ranks that arrive later"),
+    "bubble": ("pipeline bubble", "a stage waits for another stage"),
+    "input": ("input", "the program waits for its data loader"),
+    "compute": ("slower compute", "ranks share cores, caches or memory, or batches are small"),
+    "gaps": ("host gaps", "nothing recorded runs: Python, launches, other programs"),
+    "rest": ("code around operators", "autograd's engine, DDP's reducer, copies"),
+    "slow_steps": ("slow steps", "some steps take much longer than the others"),
 }
-_MIN_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 
 
 def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
@@ -35,8 +35,7 @@ def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[s
         title = f"{results['mode']} scaling, with the loss of efficiency by cause, in % of the step"
         yield from wrap_line(title, width, "  ")
         yield ""
-        yield _table_head(results["unit"], width)
-        yield from (_table_line(row, width) for row in rows)
+        yield from _table(results["unit"], rows, width)
         yield ""
         for text in (*_causes(rows), *_fit(results["fit"]), *_forecast(results["forecast"], rows)):
             # A command stays on one line, so that it can be copied.
@@ -46,28 +45,45 @@ def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[s
         yield from wrap_line(f"note: {note}", width, "  ")
 
 
-def _table_head(unit: str, width: int) -> str:
-    causes = "".join(f"{name.removesuffix('_comm'):>{_WIDTHS[name]}}" for name in LOSS_CAUSES)
-    if width < _FULL_WIDTH:
-        return f"ranks{unit.removesuffix('/s')[:7] + '/s':>10} speedup eff%{causes}"
+def _table(unit: str, rows: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
+    """Yield the head, then a line for each number of ranks.
+
+    The column `bubble` is shown only for pipelines; then, and on a narrow terminal, there is no
+    space for the spread of the throughput.
+    """
+    has_bubble = any(row["loss"]["bubble"] for row in rows)
+    shown = [name for name in LOSS_CAUSES if name != "bubble" or has_bubble]
+    causes = "".join(f"{name.removesuffix('_comm'):>{_WIDTHS[name]}}" for name in shown)
+    narrow = width < _FULL_WIDTH
+    with_spread = not narrow and not has_bubble
+    speed_width = _SPEED_WIDTH if with_spread else _NARROW_SPEED_WIDTH
     title = f"{unit} (p25–p75)"
-    title = title if len(title) <= _SPEED_WIDTH else unit
-    return f"ranks{title:>{_SPEED_WIDTH}} speed-up  efficiency %{causes}"
+    title = title if with_spread and len(title) <= speed_width else unit
+    if len(title) > speed_width:
+        title = unit.removesuffix("/s")[: speed_width - 3] + "/s"
+    if narrow:
+        yield f"ranks{title:>{speed_width}} speedup eff%{causes}"
+    else:
+        yield f"ranks{title:>{speed_width}} speed-up efficiency %{causes}"
+    for row in rows:
+        low, high = row["samples_per_s_spread"]
+        speed = _short(row["samples_per_s"])
+        speed += f" ({_short(low)}–{_short(high)})" * with_spread
+        numbers = f"{row['ranks']:>5}{speed:>{speed_width}}"
+        share = f"{100 * row['efficiency']:.0f}"
+        if narrow:
+            numbers += f"{row['speedup']:>8.2f}{share:>5}"
+        else:
+            if row["efficiency_spread"] != [1.0, 1.0]:  # the base itself
+                share += f" ({_percents(row['efficiency_spread'])})"
+            numbers += f"{row['speedup']:>9.2f}{share:>13}"
+        yield numbers + "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in shown)
 
 
-def _table_line(row: dict[str, Any], width: int) -> str:
-    """Return the line of one number of ranks. A narrow terminal has no space for spreads."""
-    causes = "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in LOSS_CAUSES)
-    if width < _FULL_WIDTH:
-        numbers = f"{_short(row['samples_per_s']):>10}{row['speedup']:>8.2f}"
-        return f"{row['ranks']:>5}{numbers}{100 * row['efficiency']:>5.0f}{causes}"
-    low, high = row["samples_per_s_spread"]
-    speed = f"{_short(row['samples_per_s'])} ({_short(low)}–{_short(high)})"
-    share = f"{100 * row['efficiency']:.0f}"
-    if row["efficiency_spread"] != [1.0, 1.0]:  # the base has no spread
-        low, high = (round(100 * limit) for limit in row["efficiency_spread"])
-        share += f" ({low}–{high})"
-    return f"{row['ranks']:>5}{speed:>{_SPEED_WIDTH}}{row['speedup']:>9.2f}{share:>14}{causes}"
+def _percents(low_and_high: Sequence[float]) -> str:
+    """Return two shares as percents, the lower one first: 21–24, or −1 to 2."""
+    low, high = (f"{100 * each:.0f}".replace("-0", "0") for each in sorted(low_and_high))
+    return f"{low}–{high}" if not low.startswith("-") else f"{low} to {high}".replace("-", "−")
 
 
 def _short(value: float) -> str:
@@ -79,29 +95,66 @@ def _short(value: float) -> str:
 
 
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the causes within `other`, and the largest cause with the most ranks."""
+    """Yield the causes within `other`, the verdicts, and what to look at."""
     if len(rows) < 2:
         yield "only one number of ranks was run, but efficiency needs at least two"
         return
     for row in rows[1:]:
-        split = ", ".join(f"{name} {100 * share:.1f}" for name, share in row["other"].items())
+        split = ", ".join(
+            f"{_CAUSES.get(name, (name,))[0]} {100 * share:.1f}"
+            for name, share in row["other"].items()
+        )
         yield f"other with {row['ranks']} ranks: {split}"
+    for row in rows[1:]:
+        yield row["verdict"]
     row = rows[-1]
-    lost = 1 - row["efficiency"]
-    if lost <= 0.005:
-        yield f"the loss of {row['ranks']} ranks is not larger than noise"
-        return
-    shares = {name: row["loss"][name] for name in LOSS_CAUSES if name != "other"} | row["other"]
-    cause = max(shares, key=lambda name: shares[name])
-    late = ""
-    if cause == "wait" and row["late"] and row["late"]["instead"]["seconds"] >= 5e-5:
-        late = f": rank {row['late']['rank']} {excess_text(row['late']['instead'])}"
-    yield (
-        f"{row['ranks']} ranks lose {100 * lost:.1f} % of a step. The largest cause, "
-        f"{100 * shares[cause]:.1f} %, is {_MEANINGS[cause]}{late}."
-    )
+    for name in row["named"][:1]:
+        yield "{}: {}".format(*_CAUSES[name])
+    late, slow = row["late"], row["slow_steps"]
+    if late and "wait" in row["named"] and late["instead"]["seconds"] >= 5e-5:
+        yield f"rank {late['rank']} {excess_text(late['instead'])} than the others"
+    if slow and "slow_steps" in row["named"]:
+        often = f"{slow['steps']} of {slow['of_steps']} steps"
+        if slow["period"] is not None:
+            often = f"every {ordinal(slow['period'])} step ({often})"
+        rank = ""
+        if late and not late["steady"]:
+            rank = f"; rank {late['rank']} is late then and {excess_text(late['instead'])}"
+        yield f"{often} takes {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
     yield f"{_PROFILE_COMMAND} {row['folder']}"
-    yield "speed-up and efficiency are medians over the repeats"
+    yield "all numbers are medians over the repeats, with quartiles in parentheses"
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Return a sentence: lost efficiency, causes, noise, and whether the repeats agree."""
+    lost = 1 - row["efficiency"]
+    causes = row["loss"] | row["other"]
+    verb, sign = ("lose", 1) if lost >= 0 else ("gain", -1)
+
+    def percent(share: float, low_and_high: Sequence[float], unit: str = "") -> str:
+        spread = f" ({_percents(low_and_high)})" * (row["repeats"] > 1)
+        return f"{100 * share:.0f}{unit}{spread}".replace("-", "−")
+
+    total = percent(sign * lost, [sign * (1 - each) for each in row["efficiency_spread"]], " %")
+    large = {
+        name: f"{words} {percent(causes[name], row['loss_quartiles'][name])}"
+        for name, (words, _) in _CAUSES.items()
+        if abs(causes[name]) > row["noise"]
+    }
+    named = [large.pop(name) for name in row["named"]]
+    text: str = f"{row['ranks']} ranks {verb} {total}: "
+    text += f"{', '.join(named)}; nothing else is" if named else "no cause is"
+    text += " certainly" * bool(large) + f" larger than the noise of {100 * row['noise']:.0f}"
+    text += f" (uncertain: {', '.join(large.values())})" * bool(large)
+    if row["clear"]:
+        return text
+    more = row["repeats_needed"] - row["repeats"]
+    count = f"{more} more repeat{'s' * (more != 1)}"
+    if row["repeats"] < MIN_REPEATS:
+        done = f"{row['repeats']} repeat{'s' * (row['repeats'] > 1)}"
+        text += f". {done} cannot show how far repeats differ: add {count} with --repeats "
+        return text + f"{row['repeats_needed']} or --until-clear"
+    return f"{text}. The repeats disagree: about {count} are needed (--until-clear runs them)"
 
 
 def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
@@ -166,8 +219,13 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
     for runs_of_value in by_value.values():
         scaling = Scaling(runs_of_value, mode)
         common = {"flags": runs_of_value[0].flags, "unit": scaling.unit}
-        rows += [common | row for row in scaling.rows()]
+        rows += [common | row for row in add_verdicts(scaling.rows())]
     return [row | {"best": _is_best(row, runs, mode)} for row in rows]
+
+
+def add_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with the key `verdict`; the row of the base has no loss to explain."""
+    return [row | {"verdict": verdict(row) if number else None} for number, row in enumerate(rows)]
 
 
 def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
@@ -181,7 +239,7 @@ def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bo
         if run.repeat in speeds:
             ratios[str(run.flags)].append(speeds[run.repeat] / throughput(run))
     return bool(ratios) and all(
-        len(values) >= _MIN_REPEATS and percentile(values, 25) > 1 for values in ratios.values()
+        len(values) >= MIN_REPEATS and percentile(values, 25) > 1 for values in ratios.values()
     )
 
 
@@ -191,16 +249,19 @@ def sweep_lines(
     """Yield one table with a block for each value, and the best value for each number of ranks."""
     if not rows:
         return
-    yield _table_head(rows[0]["unit"], width)
-    for value, rows_of_value in groupby(rows, key=_flags_text):
+    head, *lines = _table(rows[0]["unit"], rows, width)
+    yield head
+    for value, numbered in groupby(
+        zip(rows, lines, strict=True), lambda each: _flags_text(each[0])
+    ):
         yield value
-        yield from (_table_line(row, width) for row in rows_of_value)
+        yield from (line for _, line in numbered)
     yield ""
     for ranks in sorted({row["ranks"] for row in rows}):
         same_size = [row for row in rows if row["ranks"] == ranks]
         result = "no value is faster than the others by more than the spread of the repeats"
-        if any(row["repeats"] < _MIN_REPEATS for row in same_size):
-            result = f"no value is best. Use --repeats {_MIN_REPEATS} to measure the spread"
+        if any(row["repeats"] < MIN_REPEATS for row in same_size):
+            result = f"no value is best: use --repeats {MIN_REPEATS} to measure the spread"
         elif (best := next((row for row in same_size if row["best"]), None)) is not None:
             result = f"{_flags_text(best)} is best, because it is faster in at least 3 of 4 repeats"
         yield f"with {ranks} rank{'s' * (ranks != 1)} {result}"

@@ -1,8 +1,9 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
 Python imports this file before the program. The file waits until the program imports torch and then
-hooks torch's optimizers. It imports neither torch nor tutti, so processes without torch only spend
-one check per import, and programs whose environment does not have tutti are captured, too.
+hooks torch's optimizers and modules. It imports neither torch nor tutti, so processes without torch
+only spend one check per import, and programs whose environment does not have tutti are captured,
+too.
 """
 
 import atexit
@@ -32,11 +33,11 @@ def _load(name: str) -> ModuleType:
 
 
 def _begin_capture(settings: dict[str, Any]) -> None:
-    """Start a Capture that follows torch's optimizers. Called after torch was imported."""
+    """Start a Capture that follows the program's steps. Called after torch was imported."""
     try:
         # Prevents a crash in gloo's threads at exit, with which the profile would be lost.
         atexit.register(_load("liveness").wait_for_gloo_threads)
-        _load("capture").Capture(**settings, replace=False).follow_optimizers()
+        _load("capture").Capture(**settings, replace=False).follow_program()
     except Exception as error:  # the program must run whether or not it can be captured
         print(f"tutti profile: this process is not captured: {error!r}", file=sys.stderr)
 
