@@ -1,10 +1,11 @@
-"""One's own training loop, on one device or many: what tutti changes is marked with # tutti.
+"""Your own training loop, on one device or many. The lines that tutti adds are marked with # tutti.
 
     python examples/own_loop.py                       # one process
     tutti run -n 2 --device cpu examples/own_loop.py  # two ranks
     torchrun --nproc-per-node 2 examples/own_loop.py  # or any other launcher
 
-Stop it with Ctrl-C, start it again: it goes on where its last checkpoint is.
+Stop it with Ctrl-C and start it again, with any number of ranks: it continues from its last
+checkpoint in runs/own_loop. Remove that directory to train from the beginning.
 """
 
 import torch
@@ -27,6 +28,8 @@ with tutti.init() as world, tutti.Checkpoints("runs/own_loop", keep=2) as checkp
     loader = tutti.loader(data.train, batch=32, world=world)  # tutti
     if checkpoints.steps():  # tutti
         loader.load_state_dict(checkpoints.load(model, optimizer).state["data"])  # tutti
+    if world.is_first and loader.position.epoch >= EPOCHS:  # tutti
+        print(f"all {EPOCHS} epochs are done: remove runs/own_loop to train from the beginning")
 
     meter = tutti.Meter(world)  # tutti
     while loader.position.epoch < EPOCHS:
@@ -36,8 +39,8 @@ with tutti.init() as world, tutti.Checkpoints("runs/own_loop", keep=2) as checkp
             optimizer.step()
             optimizer.zero_grad()
             meter.add(loss.detach() * len(x), len(x))  # tutti
-        seen = meter.read()  # tutti: over all samples of all ranks
+        reading = meter.read()  # tutti: over all samples of all ranks
         checkpoints.save(loader.position.epoch, model, optimizer, {"data": loader.state_dict()})
         if world.is_first:  # tutti
-            speed = f"{seen.per_second:,.0f} samples/s"
-            print(f"epoch {loader.position.epoch}: loss {seen.mean:.4f}, {speed}")
+            speed = f"{reading.per_second:,.0f} samples/s"
+            print(f"epoch {loader.position.epoch}: loss {reading.mean:.4f}, {speed}")

@@ -7,7 +7,7 @@ from tutti import UsageError
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
 from tutti.parallel.sharding_rules import (
     check_between,
-    check_divides,
+    check_rules_divide,
     default_rules,
     resolve_rules,
     splits_sequence,
@@ -125,4 +125,4 @@ def test_a_split_through_a_head_or_a_token_is_refused(
 ) -> None:
     model = _gpt(**changes)
     with pytest.raises(UsageError, match=message):
-        check_divides(default_rules(model), model, tp)
+        check_rules_divide(default_rules(model), model, tp)

@@ -12,10 +12,14 @@ from torch import nn
 from tutti.models.config import GPTConfig, WideResNetConfig
 from tutti.models.gpt import GPT
 from tutti.models.wideresnet import WideResNet
-from tutti.parallel.layout import ParallelOptions, ScheduleName
-from tutti.parallel.pipeline.schedules import check_microbatches, rank_of, stages_of
-from tutti.parallel.pipeline.stages import (
+from tutti.parallel.layout import (
+    ParallelOptions,
+    ScheduleName,
+    check_microbatches,
     check_stages,
+)
+from tutti.parallel.pipeline.schedules import rank_of, stages_of
+from tutti.parallel.pipeline.stages import (
     counted_flops,
     cut_by_cost,
     cut_evenly,

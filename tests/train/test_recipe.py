@@ -37,7 +37,15 @@ def test_a_file_changes_only_the_given_keys_of_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('base = "gpt"\n[optimization]\nlearning_rate = 1', "no key optimization.learning_rate"),
+        (
+            'base = "gpt"\n[optimization]\nlearning_rate = 1',
+            "no key optimization.learning_rate: did you mean optimization.lr",
+        ),
+        ('base = "gpt"\nlr = 1', "no key lr: did you mean optimization.lr"),
+        ('base = "gpt"\n[length]\nlearning_rate = 1', "did you mean optimization.lr"),
+        ('base = "gpt"\n[data]\nxyzzy = 1', "no key data.xyzzy: choose from dataset, data_dir"),
+        ('base = "gpt"\nranks = "two"', "ranks must be a int, got 'two'"),
+        ('base = "gpt"\nranks = 0', "ranks must be at least 1, got 0"),
         ('base = "gpt"\n[optimisation]\nlr = 1', "no key optimisation: did you mean optimization"),
         ('base = "gpt"\n[architecture]\nlayer = 1', "did you mean architecture.layers"),
         (
@@ -48,7 +56,7 @@ def test_a_file_changes_only_the_given_keys_of_its_base(tmp_path: Path) -> None:
             'base = "gpt"\n[optimization]\noptimizer = "lion"',
             "must be one of sgd, adamw, got 'lion'",
         ),
-        ('base = "gpt"\n[architecture]\nheads = 3', "128 / 3 .*Use dim 132"),
+        ('base = "gpt"\n[architecture]\nheads = 3', "128 / 3 .*dim 132"),
         ('base = "gpt"\noptimization = 1', "is a section"),
         ('base = "gtp"', "one of .*gpt"),
         ("lr = = 2", "Invalid"),

@@ -5,16 +5,19 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from tutti.train.recipe import read_recipe
+from tutti.train.recipe import read_recipe_and_ranks
+from tutti.train.run_directory import Metrics
 from worlds import TUTTI, clean_environment, run_command, run_tutti
 
 pytestmark = pytest.mark.timeout(240)
@@ -78,16 +81,55 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run_bit_for_bit(
     out = tmp_path / "run"
     with started(out) as process:
         wait_for(lambda: list((out / "checkpoints").glob("step-*[0-9]")), process)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)  # Ctrl-C
         stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 75, stdout
     assert "stopped by a signal at step" in stdout
     first_part = losses(out)
     assert 20 <= len(first_part) < 400
-    train("--resume", "--out", out, "--ranks", "2")  # the recipe is read from the run directory
+    command = next(line.split() for line in stdout.splitlines() if "--resume" in line)
+    train(*command[2:])
     assert losses(out) == uninterrupted
-    done = train("--resume", "--out", out, "--ranks", "2")
+    done = train("--resume", "--out", out)  # with the recipe and the ranks of the run
     assert "the run is complete" in done.stdout
+    assert json.loads((out / "summary.json").read_text())["world"]["size"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_the_whole_process_group_saves_a_checkpoint(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """A terminal sends Ctrl-C, and a scheduler SIGTERM, also to the workers of the data loader."""
+    flags = [*SHORT, "--epochs", "1000", "--workers", "1", "--out", str(tmp_path / "run")]
+    with subprocess.Popen(
+        [*TUTTI, "train", *flags],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for(lambda: list((tmp_path / "run").glob("metrics/*")), process)
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert f"--resume --out {tmp_path / 'run'}" in out
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*[0-9]"))) > 0
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
+    program = (
+        "import os, signal, time, torch\n"
+        "from tutti.train.telemetry import StatusSync, StepTimer\n"
+        "StatusSync(0, 1, 0, StepTimer(torch.device('cpu'), own_time=False))\n"
+        "for pause in (0.0, 0.1, 1.5):\n"  # 0.1 s later: the same Ctrl-C, sent by a launcher
+        "    time.sleep(pause)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('continues', flush=True)\n"
+    )
+    done = run_command([TUTTI[0], "-c", program])
+    assert (done.returncode, done.stdout.count("continues")) == (130, 2)
+    assert "Ctrl-C again" in done.stderr
 
 
 def test_after_a_rank_is_killed_during_a_save_the_run_resumes_from_the_previous_checkpoint(
@@ -166,16 +208,22 @@ def test_two_ranks_with_synchronised_batch_norm_train_as_one_rank(tmp_path: Path
     assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-9)
 
 
-def test_the_recipe_in_a_run_directory_repeats_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "layout"), [(["--ranks", "2"], "dp2"), (["--layout", "shard2"], "shard2")]
+)
+def test_the_recipe_in_a_run_directory_repeats_the_run_with_its_ranks_and_layout(
+    flags: list[str], layout: str, tmp_path: Path
+) -> None:
     first = tmp_path / "first"
-    train(*SHORT, "--steps", "12", "--lr", "0.07", "--ranks", "2", "--out", first)
-    assert read_recipe(str(first / "recipe.toml")).optimization.lr == 0.07
+    train(*SHORT, "--steps", "12", "--lr", "0.07", *flags, "--out", first)
+    recipe, ranks = read_recipe_and_ranks(str(first / "recipe.toml"))
+    assert (recipe.optimization.lr, ranks) == (0.07, 2)
     again = tmp_path / "again"
-    train("--recipe", first / "recipe.toml", "--ranks", "2", "--out", again)
+    train("--recipe", first / "recipe.toml", "--out", again)
     assert losses(again) == losses(first) == losses(first, rank=1)
-    summary = json.loads((first / "summary.json").read_text())
+    summary = json.loads((again / "summary.json").read_text())
     keys = {"steps", "samples_per_s", "final_loss", "test_accuracy", "layout", "world"}
-    assert keys <= set(summary) and summary["steps"] == 12 and summary["layout"] == "dp2"
+    assert keys <= set(summary) and summary["steps"] == 12 and summary["layout"] == layout
     environment = json.loads((first / "environment.json").read_text())
     assert environment["world"]["size"] == 2 and environment["environment"]["versions"]["torch"]
 
@@ -238,8 +286,44 @@ def test_a_run_whose_checkpoints_cannot_be_written_fails(tmp_path: Path, ranks: 
     (out / "checkpoints" / ".writer").mkdir(parents=True)
     done = train(*SHORT, "--steps", "4", "--out", out, "--resume", *ranks, code=2)
     line = done.stderr.splitlines()[-1]
-    assert "1 checkpoints could not be written, the last one at step 4" in line and str(out) in line
+    assert "1 checkpoints, the last at step 4" in line and str(out) in line
     assert json.loads((out / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "missing"),
+    [(1, ["recipe.toml"]), (24, ["checkpoints", "rank0.jsonl"])],
+)
+def test_a_run_whose_files_cannot_be_written_fails(
+    kilobytes: int, missing: list[str], tmp_path: Path
+) -> None:
+    """A limit on the size of a file makes writing fail in the middle, as a full disk does."""
+    flags = [*SHORT, "--steps", "400", "--out", tmp_path / "run"]
+    limit = f'ulimit -f {kilobytes}; exec "$@"'
+    done = run_command(["bash", "-c", limit, "bash", *TUTTI, "train", *flags])
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert all(name in line for name in missing) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_metrics_survive_a_full_disk_and_tensorboard_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    board = SimpleNamespace(add_scalar=no_space, close=no_space)
+    module = SimpleNamespace(SummaryWriter=lambda _: board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)  # may not be installed
+    metrics = Metrics(tmp_path / "full", 0, tmp_path)  # the directory does not exist
+    metrics.add(0, loss=1.0)
+    metrics.flush()
+    assert metrics.failed.keys() == {str(metrics.path), "TensorBoard files"}
+    metrics.path.parent.mkdir()
+    metrics.add(1, loss=0.5)
+    metrics.close()
+    assert metrics.failed.keys() == {"TensorBoard files"}
+    assert len(metrics.path.read_text().splitlines()) == 2
 
 
 def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
@@ -249,32 +333,41 @@ def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
     assert "0.01" in done.stdout and done.stdout.count("diverged") == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--recipe", "lennet"], "no recipe 'lennet': did you mean lenet?"),
-        (["--batchsize", "3"], "no flag --batchsize: did you mean --batch?"),
-        (["--global-batch", "7", "--ranks", "2"], "--global-batch 7 is not divisible by 2 ranks"),
-        (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], "/nowhere"),
-        (["--dataset", "digit"], "did you mean digits?"),
-        (["--model", "lent"], "did you mean lenet?"),
-        (["--model", "no.such:thing"], "No module named 'no'"),
-        (["--model", "gpt"], "use --recipe gpt"),
-        (["--cuda-graph"], "--cuda-graph needs a CUDA device"),
-        (["--resume", "--out", "/nowhere/run"], "no run in /nowhere/run"),
-        (["--ranks", "1,2"], "--ranks must be a whole number"),
-        (["--compress", "bf16", "--no-overlap"], "--compress bf16"),
-        (["--split", "1,2,3", "--ranks", "2"], "3 shares for 2 ranks"),
-        (["--depth", "12", "--recipe", "wideresnet"], "depth must be 6n + 4, got 12"),
-    ],
-)
-def test_wrong_usage_prints_one_line_and_exits_with_code_2(
-    flags: list[str], message: str, tmp_path: Path
+_RANDOM = {
+    "a random split": (
+        "    samples = [(torch.full((1, 8, 8), float(i)), i % 10) for i in range(90)]\n"
+        "    return torch.utils.data.random_split(samples, [80, 10])\n"
+    ),
+    "random samples": (
+        "    x, y = torch.randn(80, 1, 8, 8), torch.tensor(np.random.randint(0, 10, 80))\n"
+        "    return (x, y), (x, y)\n"
+    ),
+    "a generator without a seed": (
+        "    y = torch.tensor(np.random.default_rng().integers(0, 10, 80))\n"
+        "    return (torch.zeros(80, 1, 8, 8), y), (torch.zeros(80, 1, 8, 8), y)\n"
+    ),
+    "other lengths": (
+        "    size = 80 + int(os.environ['RANK'])\n"
+        "    part = torch.zeros(size, 1, 8, 8), torch.zeros(size, dtype=torch.long)\n"
+        "    return part, part\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _RANDOM)
+def test_all_ranks_train_on_the_same_random_data_or_the_run_fails(
+    kind: str, tmp_path: Path
 ) -> None:
-    out = [] if "--out" in flags else ["--out", str(tmp_path / "run")]
-    done = run_tutti("train", *flags, *out)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    function = f"import os\nimport numpy as np\nimport torch\n\ndef data():\n{_RANDOM[kind]}"
+    (tmp_path / "mine.py").write_text(function)
+    flags = [*SHORT[:2], "--dataset", "mine:data", "--steps", "2", "--ranks", "2", "--out", "run"]
+    done = run_tutti("train", *flags, cwd=tmp_path)
+    if kind in ("a random split", "random samples"):  # made from generators that tutti seeds
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 2 and "the dataset of rank 1" in done.stderr, done.stderr
+    expected = "81, others 80" if kind == "other lengths" else "training targets"
+    assert expected in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_error_on_one_rank_ends_all_ranks_and_names_the_rank(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import re
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
-from tutti.world.errors import UsageError, checked_seconds
+from tutti.world.errors import UsageError, checked_seconds, closest_name
 
 Flags = TypeVar("Flags")
 _MAX_HELP_WIDTH = 100
@@ -240,6 +239,9 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     text = " ".join(line for line in lines[:rule] if line.strip("─"))
     unknown = re.match(r"Unrecognized options: (.*)", text)
     if unknown is None:
+        text = re.sub(
+            r"^Error parsing settings\.\w+: ", "", text
+        )  # from a check of a whole section
         text = re.sub(r"^Error parsing (?:\w+\.)+(?=\w)", "Error parsing --", text)
         not_a_number = (
             r"^Error parsing (\S+): (?:invalid literal|could not convert) .*: (\S+)$",
@@ -259,8 +261,8 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     # Compare names without dashes, because dashes, which all flags have, make names similar.
     bare = {name.lstrip("-"): name for name in names}
     bare_flag = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
-    close = difflib.get_close_matches(bare_flag, bare, n=1, cutoff=0.6)
-    if not close:  # for example --sweep, a part of --lr-sweep
-        close = [name for name in bare if bare_flag in name.split("-")][:1]
-    cure = f"did you mean {bare[close[0]]}?" if close else f"see {program} --help"
+    close = closest_name(bare_flag, bare)
+    if close is None:  # for example --sweep, a part of --lr-sweep
+        close = next((name for name in bare if bare_flag in name.split("-")), None)
+    cure = f"see {program} --help" if close is None else f"did you mean {bare[close]}?"
     return f"there is no flag {flag}: {cure}"

@@ -1,6 +1,7 @@
 """tutti train: trains a recipe on one rank or many."""
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -13,17 +14,28 @@ import tyro
 
 from tutti.cli.flags import flag_value, parse
 from tutti.cli.results import WorldFlags, usage_error_on_rank_0
-from tutti.parallel.layout import layout_of
-from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
+from tutti.machine.gpus import visible_gpu_count
+from tutti.parallel.layout import Layout
+from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_recipe
+from tutti.train.recipe_check import check_flags_have_effect, check_recipe
+from tutti.train.run_directory import RunDirectory
 from tutti.world.errors import UsageError
+from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
 
 # Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped and --resume can continue.
 STOPPED = 75
-# Time between SIGTERM and SIGKILL, in which ranks write a checkpoint.
+# Time between Ctrl-C or SIGTERM and SIGKILL, in which ranks write a checkpoint.
 _GRACE_SECONDS = 60.0
+# Flags, and the flags that override them.
+_OVERRIDDEN = (
+    ("--epochs", "--steps"),
+    ("--batch", "--global-batch"),
+    ("--lr", "--lr-sweep"),
+    ("--out", "--lr-sweep"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +43,8 @@ class Train(WorldFlags):
     """Train a recipe: tutti train --recipe lenet --ranks 2
 
     A flag overrides the value in a recipe file, and a recipe file overrides the value of its base
-    recipe. The run directory stores everything that is needed to repeat the run. To continue a run:
-    tutti train --resume --out DIR.
+    recipe. Ctrl-C saves a checkpoint. To continue a run: tutti train --resume --out DIR. To repeat
+    it with the same ranks and layout: tutti train --recipe DIR/recipe.toml.
     """
 
     settings: Recipe
@@ -40,8 +52,9 @@ class Train(WorldFlags):
     """Recipe to train: lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base =
     "NAME"."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start (default: 1). Ignored under torchrun, srun or mpirun. With
-    --lr-sweep, a comma-separated list such as 1,2."""
+    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: the ranks of
+    --layout, else those in the recipe file, else 1). With --lr-sweep, a comma-separated list such
+    as 1,2."""
     out: Path | None = None
     """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
@@ -67,23 +80,63 @@ class Train(WorldFlags):
 
 def main(arguments: list[str]) -> int:
     options, base = read_flags(arguments)
+    starts_ranks = identify(os.environ).launcher == "python"
+    if options.resume and options.out is None:
+        raise UsageError("--resume needs the directory of the run: add --out DIR")
+    if starts_ranks:
+        _check_combinations(options, arguments)
     if options.lr_sweep is not None:
+        for ranks in _numbers(options.ranks or "1", "--ranks", int):
+            _check_before_start(options, base, int(ranks))
         summaries, code = train_learning_rates(options, arguments)
         if code == 0:
             print_learning_rates(summaries)
         return code
-    if options.out is None and options.resume:
-        raise UsageError("--resume needs the directory of the run. Add --out DIR.")
-    if options.ranks is not None and not options.ranks.isdecimal():
-        raise UsageError(
-            f"--ranks must be a whole number (or a list with --lr-sweep), got {options.ranks}"
-        )
-    if options.ranks is not None and identify(os.environ).launcher == "python":
-        ranks = int(options.ranks)
-        layout_of(options.settings.parallel.layout, ranks)  # raises UsageError before ranks start
-        command = ["train", *arguments, "--out", str(options.run_directory())]
-        return options.start_ranks(command, ranks, grace=_GRACE_SECONDS)
-    return _train(options, base)
+    if not starts_ranks:
+        return _train(options, base)
+    ranks = _local_ranks(options)
+    _check_before_start(options, base, ranks)
+    if options.ranks is None and ranks == 1:
+        return _train(options, base)
+    command = ["train", *arguments, "--out", str(options.run_directory())]
+    return options.start_ranks(command, ranks, grace=_GRACE_SECONDS)
+
+
+def _local_ranks(options: Train) -> int:
+    if options.ranks is not None:
+        if not options.ranks.isdecimal():
+            raise UsageError(
+                f"--ranks must be a whole number (or a list with --lr-sweep), got {options.ranks}"
+            )
+        return int(options.ranks)
+    layout = options.settings.parallel.layout
+    return 1 if layout is None else Layout.parse(layout).size
+
+
+def _check_combinations(options: Train, arguments: list[str]) -> None:
+    """Refuse a flag that another flag of the same command line overrides."""
+    for flag, other in _OVERRIDDEN:
+        if flag_value(flag, arguments) is not None and flag_value(other, arguments) is not None:
+            raise UsageError(f"{flag} has no effect with {other}: leave out one of them")
+    if options.resume and options.lr_sweep is not None:
+        raise UsageError("--resume has no effect with --lr-sweep: leave out one of them")
+
+
+def _check_before_start(options: Train, base: Recipe, ranks: int) -> None:
+    """Raise UsageError for everything that needs no torch and no rank."""
+    settings, device = options.settings, "cpu"
+    if options.device == "cuda" or (options.device == "auto" and visible_gpu_count()):
+        device = "cuda"
+    if options.nvtx and device != "cuda":
+        raise UsageError(_NVTX_NEEDS_CUDA)
+    # First, because the other checks compute with the number of ranks.
+    LocalWorld([], ranks, options.device, options.ranks_per_gpu).check()
+    check_flags_have_effect(settings, base, options.benchmark)
+    check_recipe(settings, ranks, device)
+    RunDirectory(options.run_directory()).check(options.resume)
+
+
+_NVTX_NEEDS_CUDA = "--nvtx needs CUDA, but the device is cpu: leave out --nvtx"
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
@@ -96,31 +149,45 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
     if name is None and out is not None and "--resume" in arguments:
         saved_recipe = Path(out) / "recipe.toml"
         name = str(saved_recipe) if saved_recipe.is_file() else None
-    name = name or "lenet"
-    base = read_recipe(name)
-    options = parse(Train, program, arguments, default=Train(settings=base, recipe=name))
-    return (_as_benchmark(options, arguments) if options.benchmark else options), base
+    name = "lenet" if name is None else name
+    base, ranks = read_recipe_and_ranks(name)
+    # --layout has its own number of ranks, which replaces the number in the file.
+    in_file = ranks is not None and flag_value("--layout", arguments) is None
+    default = Train(settings=base, recipe=name, ranks=str(ranks) if in_file else None)
+    options = parse(Train, program, arguments, default=default)
+    settings = options.settings
+    given = {
+        flag for pair in _OVERRIDDEN for flag in pair if flag_value(flag, arguments) is not None
+    }
+    if "--epochs" in given and "--steps" not in given:  # the recipe may set steps
+        settings = replace(settings, length=replace(settings.length, steps=None))
+    if "--batch" in given and "--global-batch" not in given:
+        settings = replace(settings, batching=replace(settings.batching, global_batch=None))
+    options = replace(options, settings=settings)
+    if options.benchmark:
+        if options.resume:
+            raise UsageError("--benchmark writes no checkpoints: leave out --resume")
+        steps = settings.length.steps if "--steps" in given else 50
+        base = _as_benchmark(base, base.length.steps)
+        options = replace(options, settings=_as_benchmark(settings, steps))
+    return options, base
 
 
-def _as_benchmark(options: Train, arguments: list[str]) -> Train:
-    """Return the options of the same run on synthetic data, without evaluation."""
-    if options.resume:
-        raise UsageError("--benchmark writes no checkpoints. Omit --resume.")
-    recipe = options.settings
-    pixels = 32 if recipe.data.dataset == "cifar100" else recipe.data.pixels
-    steps = recipe.length.steps if flag_value("--steps", arguments) is not None else 50
-    settings = replace(
+def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
+    """Return the recipe of the same run on synthetic data, without evaluation."""
+    # The synthetic images have the size of the dataset that they replace, unless --pixels is given.
+    given = recipe.data.pixels != RECIPES[_built_in_recipe(recipe)].data.pixels
+    pixels = 32 if recipe.data.dataset == "cifar100" and not given else recipe.data.pixels
+    return replace(
         recipe,
         data=replace(recipe.data, dataset="synthetic", pixels=pixels),
         length=replace(recipe.length, evaluate=False, steps=steps),
     )
-    return replace(options, settings=settings)
 
 
 def _train(options: Train, base: Recipe) -> int:
     from tutti.train.init import agree
     from tutti.train.loop import LossNotFinite, Trainer
-    from tutti.train.run_directory import RunDirectory
     from tutti.world.exchange import gather_json
 
     if options.profile:
@@ -132,8 +199,8 @@ def _train(options: Train, base: Recipe) -> int:
     def create_directory() -> None:
         if world.is_first:
             directory.create()
-            recipe = write_recipe(options.settings, _built_in_recipe(options.settings))
-            directory.write("recipe.toml", recipe)
+            built_in = _built_in_recipe(options.settings)
+            directory.write("recipe.toml", write_recipe(options.settings, built_in, world.size))
             directory.write_environment(world, command)
 
     with options.join_world() as world:
@@ -141,7 +208,9 @@ def _train(options: Train, base: Recipe) -> int:
         directory = RunDirectory(Path(gather_json(str(options.run_directory()))[0]))
         with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
-                raise UsageError("--nvtx needs CUDA, but the device is cpu. Omit --nvtx.")
+                raise UsageError(_NVTX_NEEDS_CUDA)
+            if world.launcher not in ("python", "tutti"):  # otherwise checked by main
+                check_flags_have_effect(options.settings, base, options.benchmark)
             agree(lambda: directory.check(options.resume) if world.is_first else None)
             resume, tensorboard = options.resume, options.tensorboard
             switches = {"resume": resume, "tensorboard": tensorboard, "save": not options.benchmark}
@@ -178,16 +247,15 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             head = {"schema": "tutti.train/1", "command": command}
             directory.write_json("summary.json", {**head, **outcome.summary})
-            stopped = outcome.stopped and not outcome.failed_saves
+            stopped = outcome.stopped and not outcome.not_written
             _print_summary(directory.path, outcome.summary, stopped)
             if options.profile:
                 print(f"To see where the step time went: tutti profile --trace {directory.path}")
-        if outcome.failed_saves:
-            step, reason = max(outcome.failed_saves.items())
+        if outcome.not_written:
             with usage_error_on_rank_0(world):
                 raise UsageError(
-                    f"{len(outcome.failed_saves)} checkpoints could not be written, the last one "
-                    f"at step {step} ({reason}). Free space for --out {directory.path}."
+                    f"could not be written: {'; '.join(outcome.not_written)}. Free space for --out "
+                    f"{directory.path}."
                 )
         return STOPPED if outcome.stopped else 0
 
@@ -292,7 +360,7 @@ def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]
         numbers = [kind(item) for item in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or not all(number > 0 for number in numbers):
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise UsageError(f"{flag} must be a comma-separated list of positive numbers, got {text}")
     return numbers
 

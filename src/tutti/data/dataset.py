@@ -106,9 +106,10 @@ class MapSamples(Samples):
             isinstance(part, Tensor) and len(part) == len(positions) for part in pair
         ):
             raise DataError(
-                f"{len(positions)} samples of {type(self.dataset).__name__} collate to "
-                f"{_describe(pair)} instead of (inputs, targets): return (input, target) tensors "
-                "from __getitem__, or wrap the dataset in tutti.data.MapSamples(dataset, collate)"
+                f"{type(self.dataset).__name__}: {len(positions)} samples collate to "
+                f"{_describe(pair)}, expected (inputs, targets): return (input, target) tensors "
+                "from __getitem__, or return tutti.data.MapSamples(dataset, collate) from the "
+                "dataset function, where collate makes (inputs, targets) from a list of samples"
             )
         return pair[0], pair[1]
 

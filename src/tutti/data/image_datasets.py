@@ -21,7 +21,13 @@ from torch.nn.functional import interpolate
 
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, TensorSamples
-from tutti.data.download import Remote, published_files
+from tutti.data.dataset_files import (
+    CIFAR100_ARCHIVE,
+    CIFAR100_FOLDER,
+    FASHION_MNIST_FILES,
+    cifar100_folder,
+)
+from tutti.data.download import published_files
 from tutti.data.sampler import shuffled
 
 
@@ -74,19 +80,6 @@ def digits_dataset(size: int = 28) -> Dataset:
 
 
 # -- Fashion-MNIST: 60,000 + 10,000 grey images, 28 × 28, 10 classes, four IDX files ---------------
-# From https://github.com/zalandoresearch/fashion-mnist (MIT), with the checksums published there.
-# MNIST has the same file names and format, so a directory with MNIST can be read too.
-
-FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
-FASHION_MNIST_FILES = tuple(
-    Remote(name, f"{FASHION_MNIST_URL}/{name}", f"md5:{md5}")
-    for name, md5 in (
-        ("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        ("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
-        ("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
-        ("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
-    )
-)
 # Mean and standard deviation of the training images.
 FASHION_MNIST_STANDARDISE = Standardise(mean=(0.2860,), std=(0.3530,))
 
@@ -157,15 +150,8 @@ def _read_file(path: Path) -> bytes:
 
 
 # -- CIFAR-100: 50,000 + 10,000 colour images, 32 × 32, 100 classes, the python archive ------------
-# From https://www.cs.toronto.edu/~kriz/cifar.html. The archive holds pickles, which are
-# read without executing code.
+# The archive contains pickles, which are read without executing code.
 
-CIFAR100_FOLDER = "cifar-100-python"
-CIFAR100_ARCHIVE = Remote(
-    name=f"{CIFAR100_FOLDER}.tar.gz",
-    url=f"https://www.cs.toronto.edu/~kriz/{CIFAR100_FOLDER}.tar.gz",
-    checksum="md5:eb9058c3a382ffc7106e4002c42a8d85",
-)
 _CIFAR_SHAPE = (3, 32, 32)
 # Mean and standard deviation of the training images: red, green, blue.
 CIFAR100_STANDARDISE = Standardise(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
@@ -175,8 +161,7 @@ _CIFAR_CURE = "put the python version of CIFAR-100 there"
 def cifar100_dataset(directory: Path | str, *, download: bool = False) -> Dataset:
     """Return CIFAR-100 with fine labels, from a directory with the archive or its contents."""
     directory = Path(directory)
-    folders = (directory / CIFAR100_FOLDER, directory)
-    path = next((folder for folder in folders if (folder / "train").is_file()), None)
+    path = cifar100_folder(directory)
     if path is not None:
         pickles = {name: _read_file(path / name) for name in ("train", "test")}
     else:

@@ -5,6 +5,9 @@ indices → `fetch` gathers the samples → pinned memory → a CUDA stream copi
 `prepare` converts them there → the training loop. A thread does this work ahead of the loop.
 """
 
+import ctypes
+import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -24,6 +27,7 @@ from tutti.data.dataset import Pair, Samples, TensorSamples
 from tutti.data.sampler import GlobalSampler, Position
 from tutti.data.split import bounds, even, weighted
 
+_PR_SET_PDEATHSIG = 1
 _LOOP_CLOSED = "this loop over the data was closed, or another loop was started"
 
 
@@ -372,6 +376,7 @@ def _fetch_in_workers(
         batch_sampler=requests(),
         num_workers=workers,
         collate_fn=tuple,
+        worker_init_fn=_leave_process_group,
         # Without this argument DataLoader would draw the workers' seed from torch's global
         # generator, and a resumed run would differ from an uninterrupted run.
         generator=torch.Generator().manual_seed(seed),
@@ -388,6 +393,16 @@ def _fetch_in_workers(
             pairs._shutdown_workers()
 
     return fetched()
+
+
+def _leave_process_group(worker: int) -> None:
+    """In a worker: do not receive Ctrl-C and the signals of a scheduler, which are for the rank.
+
+    The rank still needs its workers until it has saved a checkpoint. The kernel kills a worker when
+    its rank ends.
+    """
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _BatchFetch(MapDataset[Any]):

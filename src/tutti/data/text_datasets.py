@@ -24,9 +24,9 @@ from torch import Tensor
 
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
+from tutti.data.dataset_files import BYTE_VOCABULARY_SIZE, check_files
 
 DTYPES = ("uint8", "uint16", "uint32")
-BYTE_VOCABULARY_SIZE = 256
 TEST_FRACTION = 0.05
 STDLIB_LIMIT = 16 << 20  # bytes; Python 3.11 has 10.7 million
 
@@ -90,18 +90,11 @@ class TokenSamples(Samples):
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
     """Return memory-mapped tokens, which may be larger than memory. See the format above."""
     directory = Path(directory)
-    if not directory.is_dir():
-        problem = "is a file" if directory.is_file() else "does not exist"
-        files = "train.bin, test.bin and tokens.json"
-        raise DataError(f"token directory {directory} {problem}: give a directory with {files}")
+    check_files("tokens", directory)
     path, example = directory / "tokens.json", '{"dtype": "uint16", "vocabulary": 50257}'
     try:
         metadata = json.loads(path.read_bytes())
         dtype, vocabulary = metadata["dtype"], metadata["vocabulary"]
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path} does not exist. Create it with content such as {example}"
-        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} does not parse ({error!r}): expected {example}") from error
     if dtype not in DTYPES or type(vocabulary) is not int or vocabulary < 1:
@@ -140,14 +133,11 @@ def byte_dataset(path: Path | str, seq_len: int) -> Dataset:
     The test set is the end of the text. Names that begin with a dot are skipped.
     """
     path = Path(path)
+    check_files("text", path)
     if path.is_file():
-        if not path.stat().st_size:
-            raise DataError(f"{path} is empty: give a file with text")
         text: Tokens = np.memmap(path, dtype=np.uint8, mode="c")
-    elif path.is_dir():
-        text = _concatenate(_files(path))
     else:
-        raise DataError(f"text {path} does not exist: give a file or a directory")
+        text = _concatenate(_files(path))
     window = seq_len + 1
     if len(text) < 2 * window:
         raise DataError(

@@ -127,7 +127,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         _check_range(self, 1, "vocab_size", "max_seq_len", "layers", "dim", "heads")
-        _check_range(self, 1, "key_value_heads", "hidden")
+        _check_range(self, 1, "kv_heads", "mlp_dim")
         if self.dim % (2 * self.heads):
             raise ValueError(
                 "gpt: dim / heads must be an even integer for rotary positions, got "

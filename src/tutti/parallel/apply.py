@@ -5,7 +5,7 @@ only for its own shards. `apply` is called by `build_engine` (for whole training
 `parallelize` (for your own training loop).
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +19,27 @@ from tutti.parallel.layout import (
     Layout,
     ParallelOptions,
     Recompute,
-    flag_of,
+    check_engine,
+    check_microbatches,
+    check_sequence,
+    check_techniques,
     layout_of,
-    leave_out,
 )
 from tutti.parallel.materialize import ModuleInit, Weights, is_on_meta, materialize, take_weights
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.executor import Pipeline
-from tutti.parallel.pipeline.schedules import check_microbatches, check_techniques
 from tutti.parallel.pipeline.stages import Stages, cut_model
 from tutti.parallel.recompute import compile_blocks, recompute_activations, repeated_blocks
 from tutti.parallel.sharding_rules import (
     ShardingRules,
     check_between,
-    check_divides,
+    check_rules_divide,
     default_rules,
     resolve_rules,
     splits_sequence,
 )
 from tutti.parallel.sync_batchnorm import convert_batchnorms
-from tutti.parallel.tensor import check_sequence, overlap_matrix_products, tensor_parallel
+from tutti.parallel.tensor import SEQUENCE, overlap_matrix_products, tensor_parallel
 from tutti.world.errors import UsageError
 from tutti.world.placement import return_freed_memory
 from tutti.world.world import World
@@ -143,7 +144,7 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
     splits = False
     if layout.tp > 1:
         check_between(rules, model)
-        check_divides(rules, model, layout.tp)
+        check_rules_divide(rules, model, layout.tp)
         for name in rules:
             norm = isinstance(model.get_submodule(name), _NormBase)
             if norm and techniques.sync_batchnorm and layout.data_ranks > 1:
@@ -154,7 +155,8 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
                 )
         splits = options.sequence_parallel and splits_sequence(rules, model)
         if splits and techniques.example is not None:
-            check_sequence(techniques.example, layout.tp)
+            shape = techniques.example.shape
+            check_sequence(layout.tp, shape[SEQUENCE] if len(shape) > SEQUENCE else 0)
     blocks = repeated_blocks(model)
     if recompute != "none" and not blocks:
         raise UsageError(
@@ -207,13 +209,9 @@ def build_engine(
         example=example,
         microbatch_size=microbatch_size,
     )
+    check_engine(options, layout)
     techniques = check(model, mesh, requested)
     if layout.only_replicas:
-        if options.engine in ("single", "dataparallel") and world.size > 1:
-            raise UsageError(
-                f"--engine {options.engine} needs a world of 1 rank, but this world has "
-                f"{world.size} ranks: use --engine ddp or --ranks 1"
-            )
         model, _ = apply(model, mesh, techniques, weights)
         if options.engine == "single":
             return Engine(model, world, f"single: one rank on {world.device}, no communication")
@@ -224,14 +222,6 @@ def build_engine(
         if options.engine == "dataparallel":
             return DataParallel(model, world)
         return Scratch(model, world, options.scratch_reduce, options.find_unused)
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name != "sync_batchnorm" and value != option.default:
-            raise UsageError(
-                f"{flag_of(option.name, value)} is for replicas, but layout {layout} uses FSDP2 "
-                f"and DTensor: {leave_out(option.name, option.default)}, or use --layout "
-                f"dp{layout.size}"
-            )
     if layout.pp > 1:
         if example is None:
             raise UsageError(f"layout {layout}: a pipeline needs an example, one real input")

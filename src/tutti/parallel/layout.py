@@ -282,3 +282,106 @@ def flag_of(name: str, value: object) -> str:
 def leave_out(name: str, default: object) -> str:
     """Return the advice to leave out an option, on the command line or in a recipe file."""
     return f"leave it out, or pass {flag_of(name, default)} if a recipe file sets it"
+
+
+# -- layout against model: arithmetic that needs no torch ------------------------------------------
+
+
+def check_engine(options: EngineOptions, layout: Layout) -> None:
+    """Raise UsageError for an engine, or an option of an engine, that the layout cannot use."""
+    if layout.only_replicas:
+        if options.engine in ("single", "dataparallel") and layout.size > 1:
+            raise UsageError(
+                f"--engine {options.engine} needs a world of 1 rank, but this world has "
+                f"{layout.size} ranks: use --engine ddp or --ranks 1"
+            )
+        return
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name != "sync_batchnorm" and value != option.default:
+            raise UsageError(
+                f"{flag_of(option.name, value)} is for replicas, but layout {layout} uses FSDP2 "
+                f"and DTensor: {leave_out(option.name, option.default)}, or use --layout "
+                f"dp{layout.size}"
+            )
+
+
+def check_divides(tp: int, count: int, counted: str) -> None:
+    """Raise UsageError unless tp divides `count`. The message suggests another tp."""
+    if count % tp:
+        divisors = [str(n) for n in range(1, min(count, 2 * tp) + 1) if count % n == 0]
+        raise UsageError(
+            f"layout tp{tp} does not divide the {count} {counted} ({count} / {tp} = "
+            f"{count / tp:.4g}): use tp{' or tp'.join(divisors[-2:])}"
+        )
+
+
+def check_sequence(tp: int, length: int) -> None:
+    """Raise UsageError unless tp divides the length of the sequences."""
+    if length % tp:
+        raise UsageError(
+            f"layout tp{tp} does not divide sequences of {length} tokens ({length} / {tp} = "
+            f"{length / tp:.4g}): use --seq-len {-(-length // tp) * tp} or --no-sequence-parallel"
+        )
+
+
+def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
+    """Raise UsageError if there are more stages than layers. The message suggests layouts."""
+    stages = ranks * stages_per_rank
+    if stages <= layers:
+        return
+    needs, cures = f"pp{ranks} needs {stages} layers", []
+    if layers // stages_per_rank > 1:
+        cures.append(f"pp{layers // stages_per_rank}")
+    if stages_per_rank > 1:
+        needs = f"pp{ranks} with {stages_per_rank} stages per rank needs "
+        needs += f"{ranks} × {stages_per_rank} = {stages} layers"
+        if layers >= 2:
+            cures.append(f"pp{min(ranks, layers)} with --pipeline-schedule 1f1b")
+    cures.append("a model with more layers")
+    raise UsageError(f"layout {needs}, but the model has {layers}: use {' or '.join(cures)}")
+
+
+SPLIT_BACKWARD = ("zero-bubble", "zbv")
+"""Schedules whose backward has two halves. The first half computes gradients of the inputs, for
+which other ranks wait. The second half runs later and computes gradients of the weights."""
+
+
+def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute = "none") -> None:
+    """Raise UsageError for techniques that a schedule with a split backward cannot run."""
+    if schedule in SPLIT_BACKWARD and compile:
+        raise UsageError(
+            f"--compile cannot be combined with --pipeline-schedule {schedule}, because a compiled "
+            "backward cannot be split into gradients of inputs and of weights: use "
+            "--pipeline-schedule 1f1b or interleaved"
+        )
+    if schedule in SPLIT_BACKWARD and recompute == "selective":
+        raise UsageError(
+            "--checkpoint-activations selective cannot be combined with --pipeline-schedule "
+            f"{schedule}, because each half of the split backward would need the activations: use "
+            "--checkpoint-activations full, or --pipeline-schedule 1f1b or interleaved"
+        )
+
+
+def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
+    """Raise UsageError if the schedule cannot run this number. The message suggests another."""
+
+    def divides(count: int) -> bool:
+        rounds = max(1, count // ranks)
+        return name not in ("interleaved", "zero-bubble") or count % rounds == 0
+
+    lowest = max(ranks, microbatches)
+    valid = next(n for n in range(lowest, lowest + ranks + 1) if divides(n))
+    cure = f"use --accumulation {valid}"
+    if microbatches < ranks:
+        raise UsageError(
+            f"--accumulation {microbatches} is too small for pp{ranks}, because with fewer "
+            f"microbatches than pipeline ranks some ranks would always be idle: {cure}"
+        )
+    if not divides(microbatches):
+        rounds = microbatches // ranks
+        raise UsageError(
+            f"--pipeline-schedule {name} divides the microbatches into {microbatches} // {ranks} = "
+            f"{rounds} rounds of equal size, but --accumulation {microbatches} is not divisible by "
+            f"{rounds}: {cure}"
+        )

@@ -20,6 +20,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
+from tutti.parallel.layout import check_divides
 from tutti.world.errors import UsageError, did_you_mean
 
 Role = Literal["vocabulary", "norm", "whole", "input", "column", "row", "head"]
@@ -138,7 +139,7 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
             )
 
 
-def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
+def check_rules_divide(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
     """Raise UsageError if tp does not divide a layer evenly. The message suggests another tp."""
     for name, role in rules.items():
         module = model.get_submodule(name)
@@ -153,12 +154,7 @@ def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
                 count, unit = count // head_dim, "heads"
         else:
             continue
-        if count % tp:
-            divisors = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 2 * tp]
-            raise UsageError(
-                f"layout tp{tp} does not divide the {count} {unit} of {name} ({count} / {tp} = "
-                f"{count / tp:.4g}): use tp{' or tp'.join(divisors[-2:])}"
-            )
+        check_divides(tp, count, f"{unit} of {name}")
 
 
 def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:

@@ -80,16 +80,6 @@ def tensor_parallel(
     set_up_dropout(model, mesh, rules, splits_sequence=sequence_parallel)
 
 
-def check_sequence(example: torch.Tensor, tp: int) -> None:
-    """Raise UsageError unless tp divides the sequence length of an input (batch, sequence)."""
-    length = example.shape[SEQUENCE] if example.dim() > SEQUENCE else 0
-    if length % tp:
-        raise UsageError(
-            f"layout tp{tp} does not divide sequences of {length} tokens ({length} / {tp} = "
-            f"{length / tp:.4g}): use --seq-len {-(-length // tp) * tp} or --no-sequence-parallel"
-        )
-
-
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
     """Return the context of a loss on logits that may be split along the vocabulary."""
     return loss_parallel() if split_logits else nullcontext()

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tutti import comm
+from tutti.data.dataset_files import BYTE_VOCABULARY_SIZE
 from tutti.data.sampler import hash_integers
-from tutti.data.text_datasets import BYTE_VOCABULARY_SIZE
 from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT, KVCache
 from tutti.parallel.engine import Engine

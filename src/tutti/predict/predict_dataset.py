@@ -32,6 +32,7 @@ from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.init import agree, build_meta_model, load_dataset
 from tutti.train.recipe import Recipe, read_recipe, with_values
+from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype
 from tutti.world.errors import UsageError
 from tutti.world.world import World
@@ -186,11 +187,14 @@ class Predictor:
         recipe = with_values(run.recipe, {"data": changes})
 
         def prepare() -> tuple[Dataset, nn.Module, Weights]:
-            dataset = load_dataset(recipe)
-            model, weights, _ = build_meta_model(recipe, dataset)
-            return dataset, model.to(run.dtype), weights
+            data = load_dataset(recipe)
+            if not len(data.test if split == "test" else data.train):
+                raise UsageError(f"--split {split}: this part of dataset {data.name} is empty")
+            model, weights, _ = build_meta_model(recipe, data)
+            return data, model.to(run.dtype), weights
 
         loaded, model, weights = agree(prepare)
+        check_same_dataset(world, loaded, recipe.length.seed)
         self.samples: Samples = loaded.test if split == "test" else loaded.train
         self.count = min(len(self.samples), limit or len(self.samples))
         self.batch = batch or recipe.batching.batch

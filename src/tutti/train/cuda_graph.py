@@ -13,7 +13,6 @@ from tutti.train.loop import Runner
 from tutti.train.recipe import Recipe
 from tutti.train.step import Step
 from tutti.train.training_schedule import TrainingSchedule
-from tutti.world.errors import UsageError
 
 # The first steps run eagerly: they create the optimizer state and select cuDNN kernels.
 _WARMUP_STEPS = 3
@@ -103,18 +102,3 @@ class GraphRunner(Runner):
     def _batch(self, indices: Tensor, count: int, part: BatchIndices) -> Batch:
         inputs, targets = self.loader.samples.prepare(*self.loader.samples.fetch(indices))
         return Batch(inputs, targets, count, part.start, part.after)
-
-
-def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
-    """Raise UsageError if the step cannot be captured in a graph."""
-    requirements = {
-        "a CUDA device": device.type == "cuda",
-        "--data-on-device": recipe.data.data_on_device,
-        "--precision float32 or bf16": recipe.compute.precision in ("float32", "bf16"),
-        "--split even": recipe.batching.split == "even",
-        "targets without padding": not recipe.data.padded,
-        "one rank": ranks == 1,
-    }
-    for requirement, met in requirements.items():
-        if not met:
-            raise UsageError(f"--cuda-graph needs {requirement}: otherwise leave out --cuda-graph")

@@ -5,8 +5,6 @@ The model is built on the meta device: parallel/apply.py allocates this rank's s
 
 import dataclasses
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,10 +16,13 @@ from torch.distributed.tensor import DTensor
 from tutti import data
 from tutti.data import DataError
 from tutti.data.dataset import Dataset
+from tutti.data.dataset_files import DATASETS
 from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
 from tutti.parallel.materialize import ModuleInit, Weights, build_on_meta
 from tutti.train.recipe import Architecture, Optimization, Recipe
-from tutti.world.errors import UsageError, did_you_mean
+from tutti.train.recipe_check import check_function, check_sizes, search_current_directory
+from tutti.train.same_data import seeded_generators
+from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 
 Result = TypeVar("Result")
@@ -88,25 +89,27 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
             "--dataset and other flags"
         )
     try:
-        architecture = fit(recipe.architecture, dataset)
+        architecture = fit(recipe, dataset)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return partial(getattr(importlib.import_module(module), name), architecture)
 
 
-def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
+def fit(recipe: Recipe, dataset: Dataset) -> Architecture:
     """Return the architecture with the dataset's numbers of classes, channels and tokens."""
-    shape = dataset.input_shape
+    architecture, shape = recipe.architecture, dataset.input_shape
     if isinstance(architecture, GPTConfig):
         tokens = dataset.train.batch([0])[0]
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise UsageError(
                 f"--model gpt needs text, but dataset {dataset.name} has none: use --dataset stdlib"
             )
+        # A user's own dataset has no vocabulary size, so --vocab-size is used for it.
+        vocabulary = dataset.vocabulary or architecture.vocab_size
+        check_sizes(recipe, {"vocab_size": vocabulary, "max_seq_len": shape[0]}, dataset.name)
         return dataclasses.replace(
             architecture,
-            # A user's own dataset has no vocabulary size, so --vocab-size is used for it.
-            vocab_size=max(dataset.vocabulary or 0, architecture.vocab_size),
+            vocab_size=max(vocabulary, architecture.vocab_size),
             max_seq_len=max(architecture.max_seq_len, shape[0]),
         )
     if len(shape) != 3:
@@ -116,11 +119,35 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
     sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
     if isinstance(architecture, LeNetConfig):
         sizes["image_size"] = shape[1]
+    check_sizes(recipe, sizes, dataset.name)
     return dataclasses.replace(architecture, **sizes)  # type: ignore[arg-type]
 
 
 def load_dataset(recipe: Recipe) -> Dataset:
-    """Return the recipe's dataset. Ranks of one host download it once."""
+    """Return the recipe's dataset, after a check of its first sample.
+
+    Ranks of one host download a dataset once. The random number generators are seeded before your
+    own function is called, so that a random split is the same on every rank.
+    """
+    dataset = _load_dataset(recipe)
+    name = recipe.data.dataset
+    for kind, samples in (("training", dataset.train), ("test", dataset.test)):
+        if not len(samples):
+            if kind == "test" and not recipe.length.evaluate:
+                continue
+            cure = "return at least one sample" + (", or use --no-evaluate" * (kind == "test"))
+            raise DataError(f"--dataset {name}: the {kind} set is empty: {cure}")
+        _, targets = samples.batch([0])
+        if targets.dtype != torch.int64:
+            raise DataError(
+                f"--dataset {name}: the targets of the {kind} set are {targets.dtype}, the loss "
+                "(cross entropy) needs class numbers of torch.int64: convert them with .long(); "
+                "for another loss, write your own loop with tutti.parallelize"
+            )
+    return dataset
+
+
+def _load_dataset(recipe: Recipe) -> Dataset:
     options, name = recipe.data, recipe.data.dataset
     if name == "digits":
         return data.digits_dataset(options.pixels)
@@ -139,25 +166,20 @@ def load_dataset(recipe: Recipe) -> Dataset:
             return data.synthetic_text_dataset(options.seq_len, sizes.vocab_size)
         shape = (sizes.channels, options.pixels, options.pixels)
         return data.synthetic_dataset(shape, sizes.classes)
-    names = ("digits", "fashion-mnist", "cifar100", "stdlib", "text", "tokens", "synthetic")
-    return data.as_dataset(load_function(name, "--dataset", names)(), name)
+    function = load_function(name, "--dataset", DATASETS)
+    with seeded_generators(recipe.length.seed):
+        return data.as_dataset(function(), name)
 
 
 def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[[], Any]:
-    """Import the function `package.module:function`. The current directory is also searched."""
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        hint = did_you_mean(path, names)
-        raise UsageError(
-            f"{flag} {path}: {hint} Write your own function as package.module:function"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Import the function `package.module:function`; the current directory is also searched."""
+    check_function(path, flag, names)
+    module_name, _, name = path.partition(":")
+    search_current_directory()
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:
-        cure = "Run the command in the directory of the module."
-        raise UsageError(f"{flag} {path}: {error}. {cure}") from None
+    except ModuleNotFoundError as error:  # a module that this module imports
+        raise UsageError(f"{flag} {path}: {error}: install it, or check the import") from None
     except AttributeError:
         raise UsageError(f"{flag} {path}: {module_name} has no {name}") from None
     if not callable(function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tutti.comm.operation import profiling
+from tutti.data import DataError
 from tutti.data.dataset import Dataset
 from tutti.data.loader import Batch, Loader, evaluation_loader
 from tutti.data.split import measured_shares
@@ -23,9 +24,18 @@ from tutti.parallel.apply import build_engine
 from tutti.parallel.layout import EngineOptions
 from tutti.parallel.materialize import check_replicas_equal
 from tutti.parallel.rng import rng_axes
-from tutti.train.init import agree, build_meta_model, build_optimizer, fit, load_dataset, set_lr
+from tutti.train.init import (
+    agree,
+    build_meta_model,
+    build_optimizer,
+    fit,
+    load_dataset,
+    set_lr,
+)
 from tutti.train.recipe import Recipe
+from tutti.train.recipe_check import check_recipe
 from tutti.train.run_directory import Metrics, RunDirectory
+from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, Score, Step, Task, as_model_dtype, evaluate
 from tutti.train.telemetry import (
     ProgressReport,
@@ -36,6 +46,7 @@ from tutti.train.telemetry import (
     Throughput,
 )
 from tutti.train.training_schedule import TrainingSchedule, make_schedule
+from tutti.world.errors import UsageError
 from tutti.world.exchange import check_same, gather_json
 from tutti.world.world import World
 
@@ -55,7 +66,7 @@ class Outcome:
 
     summary: dict[str, Any]
     stopped: bool  # whether a signal ended the run early, after a checkpoint
-    failed_saves: dict[int, str]  # step → why its checkpoint was not written
+    not_written: list[str]  # files that are missing, each with the reason; the same on every rank
 
 
 class Runner:
@@ -123,6 +134,7 @@ class Trainer:
         precision = recipe.compute.precision
 
         dataset, self.schedule = agree(self._load_dataset)
+        check_same_dataset(world, dataset, recipe.length.seed)
         model, weights, note = agree(lambda: build_meta_model(recipe, dataset))
         check_same(world, recipe=json.loads(json.dumps(asdict(recipe), default=str)))
         if world.device.type == "cuda":
@@ -173,7 +185,7 @@ class Trainer:
         board = directory.path / "tensorboard" if tensorboard else None
         self.metrics = Metrics(directory.metrics, world.rank, board)
         is_gpt = recipe.model == "gpt" and isinstance(recipe.architecture, GPTConfig)
-        architecture = fit(recipe.architecture, dataset) if is_gpt else None
+        architecture = fit(recipe, dataset) if is_gpt else None
         seq_len = dataset.input_shape[0] if is_gpt else 0
         self.speed = Throughput(world, precision, architecture, seq_len)
         self.score: Score | None = None
@@ -199,13 +211,9 @@ class Trainer:
         return Checkpoints(self.directory.checkpoints, keep=self.recipe.length.keep)
 
     def _load_dataset(self) -> tuple[Dataset, TrainingSchedule]:
+        check_recipe(self.recipe, self.world.size, self.world.device.type)
         dataset = load_dataset(self.recipe)
-        schedule = make_schedule(self.recipe, self.world.size, len(dataset.train))
-        if self.recipe.compute.cuda_graph:
-            from tutti.train.cuda_graph import check_graph
-
-            check_graph(self.recipe, self.world.device, self.world.size)
-        return dataset, schedule
+        return dataset, make_schedule(self.recipe, self.world.size, len(dataset.train))
 
     def _loaders(self, dataset: Dataset) -> tuple[Loader, Loader]:
         mesh = self.engine.mesh
@@ -229,7 +237,9 @@ class Trainer:
     def run(self) -> Outcome:
         """Train until the last step, or until a signal requests a stop."""
         progress = ProgressReport(self.schedule.steps, self.step, shown=self.world.is_first)
-        self.status_sync = StatusSync(self.world.rank, self.world.size, self.step, self.timer)
+        self.status_sync = StatusSync(
+            self.world.rank, self.world.size, self.step, self.timer, can_stop=self._saves
+        )
         self.stragglers = Stragglers(self.step)
         stopped = False
         loss = float("nan")
@@ -255,6 +265,8 @@ class Trainer:
                 self.status_sync.restart_clock()
             if self._saves:
                 self.checkpoints.wait()
+        except DataError as error:  # a sample that cannot be used; the message is one line
+            raise UsageError(f"--dataset {self.recipe.data.dataset}: {error}") from None
         finally:
             # The signal handlers are restored only now, when the checkpoint is complete: a second
             # signal must not interrupt the checkpoint that the first signal requested.
@@ -265,9 +277,14 @@ class Trainer:
             self.metrics.close()
             if "checkpoints" in vars(self):
                 self.checkpoints.close()
-        # Without checkpoints the run cannot be resumed, so it has ended and is not "stopped".
-        failed = self.checkpoints.failed if self._saves else {}
-        return Outcome(self._summary(loss), stopped and self._saves, failed)
+        summary = self._summary(loss)
+        failed = [item for rank in gather_json(self.metrics.failed) for item in rank.items()]
+        reasons = [f"{file}: {reason}" for file, reason in failed]
+        if self._saves and self.checkpoints.failed:
+            step, reason = max(self.checkpoints.failed.items())
+            count = len(self.checkpoints.failed)
+            reasons.insert(0, f"{count} checkpoints, the last at step {step}: {reason}")
+        return Outcome(summary, stopped, reasons)
 
     def _steps_to_next_event(self) -> int:
         """Return the number of steps to the next event. It is the same on all ranks."""
@@ -289,7 +306,8 @@ class Trainer:
         if status.nonfinite is not None:
             step, rank = status.nonfinite
             raise LossNotFinite(
-                f"the loss of step {step} is not finite, first on rank {rank}: lower --lr, add "
+                # Counted from 1, as in the progress report; metrics count from 0.
+                f"the loss of step {step + 1} is not finite, first on rank {rank}: lower --lr, add "
                 "--clip or --warmup, or check the data of that step"
             )
         samples = self.runner.samples - self._samples_reported

@@ -9,6 +9,7 @@ from torch import Tensor
 from tutti import comm
 from tutti.data.dataset import as_samples
 from tutti.data.loader import Loader
+from tutti.train.same_data import check_same_samples
 from tutti.world.world import World
 
 
@@ -28,9 +29,14 @@ def loader(
     `dataset` is a torch map-style dataset, a pair (inputs, targets) of tensors, or tutti's Samples.
     The order of samples depends on seed and epoch only. `state_dict()` returns the position in the
     data; `load_state_dict()` continues exactly there, also with another number of ranks.
+
+    Call this function on every rank. Raises RanksDiffer if ranks have different datasets, which
+    happens after a random split without a seed.
     """
+    samples = as_samples(dataset)
+    check_same_samples(world, samples, seed)
     return Loader(
-        as_samples(dataset),
+        samples,
         batch * world.size,
         rank=world.rank,
         ranks=world.size,

@@ -5,7 +5,6 @@ dataclasses. This module does not import torch, so `tutti train --help` stays fa
 """
 
 import dataclasses
-import difflib
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import tomli_w
 
 from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
 from tutti.parallel.layout import EngineOptions, ParallelOptions, Recompute
-from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.errors import UsageError, closest_name, did_you_mean
 
 Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig
 
@@ -154,13 +153,18 @@ def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
 
 
 def read_recipe(name: str) -> Recipe:
-    """Return a built-in recipe by name, or read a recipe from a TOML file.
+    """Return a built-in recipe by name, or read a recipe from a TOML file."""
+    return read_recipe_and_ranks(name)[0]
 
-    In a file, `base = "gpt"` names the built-in recipe whose values the file changes. An unknown
-    key is an error that suggests the nearest known key.
+
+def read_recipe_and_ranks(name: str) -> tuple[Recipe, int | None]:
+    """Return a recipe, and the number of ranks that its file names.
+
+    In a file, `base = "gpt"` names the built-in recipe whose values the file changes, and
+    `ranks = 2` is the default of --ranks. An unknown key is an error that suggests a known key.
     """
     if name in RECIPES:
-        return RECIPES[name]
+        return RECIPES[name], None
     path = Path(name)
     if path.suffix != ".toml":
         hint = did_you_mean(name, RECIPES)
@@ -175,15 +179,19 @@ def read_recipe(name: str) -> Recipe:
         raise UsageError(f"--recipe {path}: {error}") from None
     base = content.pop("base", None)
     if base not in RECIPES:
-        names = ", ".join(f'"{recipe}"' for recipe in RECIPES)
-        raise UsageError(f"--recipe {path}: base must be one of {names}, got {base!r}")
-    recipe: Recipe = _apply(RECIPES[base], content, str(path), "")
-    return recipe
+        known = ", ".join(f'"{recipe}"' for recipe in RECIPES)
+        raise UsageError(f"--recipe {path}: base must be one of {known}, got {base!r}")
+    ranks = _checked(content.pop("ranks", _NONE), int | None, f"{path}: ranks")
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--recipe {path}: ranks must be at least 1, got {ranks}")
+    recipe: Recipe = _apply(RECIPES[base], content, str(path))
+    return recipe, ranks
 
 
-def write_recipe(recipe: Recipe, base: str) -> str:
-    """Return the whole recipe as TOML text."""
-    return tomli_w.dumps({"base": base, **_toml_value(dataclasses.asdict(recipe))})
+def write_recipe(recipe: Recipe, base: str, ranks: int | None = None) -> str:
+    """Return the whole recipe, and the number of ranks of the run, as TOML text."""
+    head = {"base": base} if ranks is None else {"base": base, "ranks": ranks}
+    return tomli_w.dumps({**head, **_toml_value(dataclasses.asdict(recipe))})
 
 
 _NONE = "none"  # TOML has no null: an unset value is written as this string
@@ -197,24 +205,42 @@ def _toml_value(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _apply(target: Any, values: dict[str, Any], where: str, prefix: str) -> Any:
+def _apply(
+    target: Any, values: dict[str, Any], where: str, prefix: str = "", recipe: Any = None
+) -> Any:
+    """Return `target`, a recipe or a section of `recipe`, with the values of a TOML table."""
     hints = get_type_hints(type(target))
     changes = {}
     for key, value in values.items():
         if key not in hints:
-            nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
-            raise UsageError(f"{where} has no key {prefix}{key}: did you mean {prefix}{nearest}?")
+            raise UsageError(
+                f"{where}: no key {prefix}{key}: {_suggest(key, prefix, recipe or target)}"
+            )
         current = getattr(target, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, dict):
-                raise UsageError(f"{where}: {prefix}{key} is a section. Write [{prefix}{key}].")
-            changes[key] = _apply(current, value, where, f"{prefix}{key}.")
+                raise UsageError(f"{where}: {prefix}{key} is a section: write [{prefix}{key}]")
+            changes[key] = _apply(current, value, where, f"{key}.", target)
         else:
             changes[key] = _checked(value, hints[key], f"{where}: {prefix}{key}")
     try:
         return replace(target, **changes)
     except ValueError as error:  # raised by the dataclass's own check of its values
         raise UsageError(f"{where}: {error}") from None
+
+
+def _suggest(key: str, prefix: str, recipe: Recipe) -> str:
+    """Return the cure for an unknown key: the same key in another section, or a similar key."""
+    here: list[str] = []  # keys at the place of the unknown key
+    paths: dict[str, str] = {}  # key → path, everywhere in the recipe
+    for section, values in dataclasses.asdict(recipe).items():
+        inner = list(values) if isinstance(values, dict) else []
+        here += inner if prefix == f"{section}." else [section] * (not prefix)
+        paths |= {section: section, **{name: f"{section}.{name}" for name in inner}}
+    if key not in paths and (near := closest_name(key, here)) is not None:
+        return f"did you mean {prefix}{near}?"
+    name = key if key in paths else closest_name(key, paths)
+    return f"choose from {', '.join(here)}" if name is None else f"did you mean {paths[name]}?"
 
 
 def _checked(value: Any, kind: Any, key: str) -> Any:
@@ -243,7 +269,7 @@ def _built_in_recipes() -> dict[str, Recipe]:
     file = Path(__file__).with_name("recipes.toml")
     kinds = (LeNetConfig, WideResNetConfig, EfficientNetConfig, GPTConfig)
     return {
-        name: _apply(Recipe(model=name, architecture=kind()), values, f"{file}: {name}", "")
+        name: _apply(Recipe(model=name, architecture=kind()), values, f"{file}: {name}")
         for kind, (name, values) in zip(kinds, tomllib.loads(file.read_text()).items(), strict=True)
     }
 

@@ -2,15 +2,19 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tutti.machine.environment import describe_environment
 from tutti.measure.files import write_atomically
 from tutti.world.errors import UsageError
-from tutti.world.world import World
+
+if TYPE_CHECKING:
+    from tutti.world.world import World
 
 
 class RunDirectory:
@@ -22,11 +26,28 @@ class RunDirectory:
         self.metrics = path / "metrics"
 
     def check(self, resume: bool) -> None:
-        """Raise UsageError if a run would be overwritten, or if there is no run to resume."""
-        if resume and not self.path.is_dir():
-            raise UsageError(f"--resume found no run in {self.path}: check --out")
+        """Refuse to overwrite a run, to resume one that does not exist, and a directory that
+        cannot be written. Changes nothing.
+        """
+        try:
+            self._check(resume)
+        except OSError as error:  # a name that is too long, a directory that cannot be read
+            reason = f"{error.strerror}: choose another directory"
+            raise UsageError(f"--out {self.path}: {reason}") from None
+
+    def _check(self, resume: bool) -> None:
+        if resume and not (self.path / "recipe.toml").is_file():
+            problem = "it has no recipe.toml: " if self.path.is_dir() else ""
+            raise UsageError(
+                f"--resume: there is no run in {self.path}: {problem}check --out, or leave out "
+                "--resume to begin a run"
+            )
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file: choose another directory")
+        existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            problem = "cannot be written" if existing.is_dir() else "is a file"
+            raise UsageError(f"--out {self.path}: {existing} {problem}: choose another directory")
         if not resume and self.path.exists() and any(self.path.iterdir()):
             raise UsageError(
                 f"--out {self.path} exists and is not empty: add --resume to continue that run, or "
@@ -41,12 +62,18 @@ class RunDirectory:
             raise UsageError(f"--out {self.path} {reason}: choose another directory") from None
 
     def write(self, name: str, content: str) -> None:
-        write_atomically(self.path / name, content)
+        try:
+            write_atomically(self.path / name, content)
+        except OSError as error:
+            raise UsageError(
+                f"{self.path / name} was not written: {error.strerror}: free space for --out, or "
+                "choose another directory"
+            ) from None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write(name, json.dumps(content, indent=2) + "\n")
 
-    def write_environment(self, world: World, command: list[str]) -> None:
+    def write_environment(self, world: "World", command: list[str]) -> None:
         """Write environment.json: command, machine, versions, world, and commit of the code."""
         self.write_json(
             "environment.json",
@@ -75,10 +102,15 @@ def _git_state() -> dict[str, Any] | None:
 
 
 class Metrics:
-    """Writes one JSON line per step and rank to the run directory, and TensorBoard on request."""
+    """Writes one JSON line per step and rank to the run directory, and TensorBoard on request.
+
+    A full disk does not end the training: lines that could not be written are written later.
+    `failed` has the reasons why lines, or TensorBoard files, are missing.
+    """
 
     def __init__(self, directory: Path, rank: int, tensorboard: Path | None = None) -> None:
         self.path = directory / f"rank{rank}.jsonl"
+        self.failed: dict[str, str] = {}
         self._lines: list[str] = []
         self._board: Any = None
         if tensorboard is not None:
@@ -89,7 +121,8 @@ class Metrics:
                     "--tensorboard needs a package: pip install 'tutti-torch[tensorboard]'"
                 ) from None
             if rank == 0:
-                self._board = SummaryWriter(str(tensorboard))
+                with self._tensorboard_errors():
+                    self._board = SummaryWriter(str(tensorboard))
 
     def rewind(self, step: int) -> None:
         """Drop the lines of `step` and of later steps, which a resumed run writes again."""
@@ -101,25 +134,50 @@ class Metrics:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if int(json.loads(line)["step"]) < step:
                     kept.append(line)
-        write_atomically(self.path, "".join(kept))
+        try:
+            write_atomically(self.path, "".join(kept))
+        except OSError as error:
+            reason = f"{error.strerror}: free space for --out"
+            raise UsageError(f"{self.path} was not written: {reason}") from None
 
     def add(self, step: int, **values: float | int | str | None) -> None:
         """Add a line. None means that a value is unknown."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         self._lines.append(json.dumps(line) + "\n")
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, step)
+            with self._tensorboard_errors():
+                for name, value in values.items():
+                    if isinstance(value, (int, float)):
+                        self._board.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Write the added lines to the file."""
-        if self._lines:
-            with self.path.open("a") as file:
-                file.writelines(self._lines)
-            self._lines.clear()
+        """Write the added lines to the file; if that fails, keep them for the next call."""
+        if not self._lines:
+            return
+        text = "".join(self._lines).encode()
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                end = file.tell()
+                if (written := file.write(text)) < len(text):  # the disk is full now
+                    file.truncate(end)  # without a part of a line, to which a line would be added
+                    raise OSError(0, f"only {written} of {len(text)} bytes were written")
+        except OSError as error:
+            self.failed[str(self.path)] = error.strerror or str(error)
+            return
+        self._lines.clear()
+        self.failed.pop(str(self.path), None)
 
     def close(self) -> None:
         self.flush()
         if self._board is not None:
-            self._board.close()
+            with self._tensorboard_errors():
+                self._board.close()
+
+    @contextlib.contextmanager
+    def _tensorboard_errors(self) -> Iterator[None]:
+        """Record why TensorBoard files cannot be written, and write no more of them."""
+        try:
+            yield
+        except OSError as error:
+            self.failed["TensorBoard files"] = error.strerror or str(error)
+            self._board = None

@@ -6,6 +6,7 @@ rank except inside the step itself.
 """
 
 import math
+import os
 import signal
 import sys
 import time
@@ -27,7 +28,10 @@ from tutti.world.world import World
 
 _SYNC_SECONDS = 1.0
 _MAX_SYNC_STEPS = 1000
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A launcher such as torchrun forwards Ctrl-C to ranks that have received it from the terminal. A
+# SIGINT within this time of the first signal is the same Ctrl-C.
+_SAME_SIGNAL_SECONDS = 1.0
 
 # At most this many steps are measured between two status syncs, to keep fast steps fast.
 MAX_MEASURED = 20
@@ -159,18 +163,23 @@ class StatusSync:
     """Collects losses on the device and exchanges the status of all ranks about once a second.
 
     The number of steps between two syncs is computed from exchanged values only, so all ranks sync
-    at the same step. SIGTERM and SIGUSR1 set `stop` in the next status instead of ending the
-    process.
+    at the same step. If `can_stop`, Ctrl-C, SIGTERM and SIGUSR1 set `stop` in the next status
+    instead of ending the process; a second Ctrl-C ends the process at once.
     """
 
-    def __init__(self, rank: int, size: int, first_step: int, timer: StepTimer) -> None:
+    def __init__(
+        self, rank: int, size: int, first_step: int, timer: StepTimer, can_stop: bool = True
+    ) -> None:
         self.rank, self.size, self.timer = rank, size, timer
         self.next_at = first_step + 1
         self._first = first_step
         self._losses: list[Tensor] = []
         self._busy_seconds = 0.0
-        self._stop = False
-        self._previous = {n: signal.signal(n, self._on_signal) for n in _STOP_SIGNALS}
+        self._stop_since: float | None = None
+        # Signals that were ignored when this process started (nohup) stay ignored.
+        handled = [n for n in _STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        handled = handled if can_stop else []
+        self._previous = {n: signal.signal(n, self._on_signal) for n in handled}
         self.restart_clock()
 
     def add(self, losses: Tensor, busy_seconds: float) -> None:
@@ -192,7 +201,9 @@ class StatusSync:
         nonfinite = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
         # One vector, summed over all ranks: common values, then one slot per rank, which is zero
         # on the other ranks.
-        common = [loss if math.isfinite(loss) else 0.0 for loss in losses] + [float(self._stop)]
+        common = [loss if math.isfinite(loss) else 0.0 for loss in losses] + [
+            float(self._stop_since is not None)
+        ]
         slot = [
             0.0 if nonfinite is None else nonfinite + 1.0,
             rank_samples / self._busy_seconds if self._busy_seconds else 0.0,
@@ -231,7 +242,18 @@ class StatusSync:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._stop = True
+        now = time.monotonic()
+        if self._stop_since is None:
+            self._stop_since = now
+            if self.rank == 0:  # os.write, because a signal may arrive inside a print
+                text = "\ntutti train: stopping after a checkpoint"
+                hint = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+                os.write(2, f"{text}{hint}\n".encode())
+        elif number == signal.SIGINT and now - self._stop_since > _SAME_SIGNAL_SECONDS:
+            # Not KeyboardInterrupt, which would wait for the thread that writes the checkpoint.
+            if sys.stderr.isatty():
+                os.write(2, b"\x1b[?25h")  # show the cursor, which the progress bar has hidden
+            os._exit(128 + signal.SIGINT)
 
 
 class Throughput:

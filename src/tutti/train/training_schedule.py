@@ -1,7 +1,7 @@
 """The schedule of a run: batch sizes, number of steps and learning rates, derived with reasons."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from tutti.parallel.layout import AXIS_OF, Layout, flag_of, layout_of, leave_out
@@ -202,10 +202,24 @@ def _shares(split: str, ranks: int) -> tuple[float, ...] | None:
     return shares
 
 
+_LARGEST = 2**31 - 1
+_LARGEST_SEED = 2**63 - 1
+_MOST_WORKERS = 1024  # processes of one rank
+
+
 def _check_numbers(recipe: Recipe) -> None:
     """Refuse numbers outside their range. NaN fails every comparison, so it is also refused."""
-    o, batching, length = recipe.optimization, recipe.batching, recipe.length
+    o, batching, length, data = recipe.optimization, recipe.batching, recipe.length, recipe.data
+    for section in asdict(recipe).values():
+        for name, value in section.items() if isinstance(section, dict) else ():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, int) and value > _LARGEST and name != "seed":
+                raise UsageError(f"{flag} must be at most {_LARGEST}, got {value}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{flag} must be a finite number, got {value}")
     counts = {
+        "pixels": data.pixels,
+        "seq-len": data.seq_len,
         "batch": batching.batch,
         "accumulation": batching.accumulation,
         "global-batch": batching.global_batch,
@@ -230,6 +244,8 @@ def _check_numbers(recipe: Recipe) -> None:
         ("warmup", o.warmup, 0 <= o.warmup < 1, f"{below_one} (a fraction of the run)"),
         ("final-lr", o.final_lr, 0 <= o.final_lr <= 1, "from 0 to 1 (a fraction of the peak)"),
         ("epochs", length.epochs, epochs_valid, "finite and positive"),
+        ("workers", data.workers, 0 <= data.workers <= _MOST_WORKERS, f"0 to {_MOST_WORKERS}"),
+        ("seed", length.seed, 0 <= length.seed <= _LARGEST_SEED, f"0 to {_LARGEST_SEED}"),
     ):
         if not valid:
             raise UsageError(f"--{flag} must be {requirement}, got {value}")

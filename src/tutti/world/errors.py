@@ -1,6 +1,7 @@
 """Errors that a user can correct, with one-line messages, and default timeouts."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 # Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
@@ -25,8 +26,17 @@ class RanksDiffer(Exception):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a "no such name" message: the closest known name, or all known names."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}."
+    close = closest_name(name, names)
+    return f"choose from {', '.join(names)}." if close is None else f"did you mean {close}?"
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The most similar of the known names, also if it is an abbreviation: learning_rate → lr."""
+    names = list(known)
+    initials = "".join(word[:1] for word in re.split("[-_]", name.lower()))
+    if len(initials) > 1 and initials in names:
+        return initials
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)
 
 
 def checked_seconds(name: str, value: float | str, example: float = 600) -> float:

@@ -73,26 +73,35 @@ def gather_json_from_store(
 
 _CHUNK_ELEMENTS = 1 << 20  # hashing takes about 32 bytes of memory per element of a chunk
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_SHOWN_CHARACTERS = 12
 _CURES = {
     "recipe": "Start every rank with the same flags and recipe file",
     "parameters": "Use the same seed on every rank before building the model, or broadcast "
     "the parameters from rank 0",
+    "dataset": "Make the dataset function return the same samples on every rank: read the same "
+    "files, and use generators with a fixed seed",
 }
 
 
 def check_same(
-    world: "World", *, recipe: Mapping[str, Any] | None = None, model: nn.Module | None = None
+    world: "World",
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    dataset: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
 ) -> None:
     """Raise RanksDiffer, naming the rank that differs, unless all ranks have the same values.
 
-    `recipe` may have any JSON values. The parameters and buffers of `model` are compared by a hash
-    of their bits. Call check_same on every rank. tutti.init() has compared the versions.
+    recipe, dataset: any JSON values. model: its parameters and buffers are compared by a hash of
+    their bits. Call check_same on every rank. tutti.init() has compared the versions of torch and
+    tutti.
     """
     contents: dict[str, dict[str, str]] = {}
-    if recipe is not None:
-        contents["recipe"] = {
-            name: json.dumps(v, sort_keys=True, default=str) for name, v in recipe.items()
-        }
+    for item, described in (("recipe", recipe), ("dataset", dataset)):
+        if described is not None:
+            contents[item] = {
+                name: json.dumps(v, sort_keys=True, default=str) for name, v in described.items()
+            }
     if model is not None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         contents["parameters"] = {name: str(hash_tensor(tensor)) for name, tensor in tensors}
@@ -110,14 +119,21 @@ def check_same(
         host, values = all_contents[different[0]]
         expected = all_contents[by_rank.index(usual)][1]
         names = [name for name in {**expected, **values} if expected.get(name) != values.get(name)]
-        where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown = [f"{name}{_both(values.get(name), expected.get(name))}" for name in names[:3]]
+        where = ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         which = f"rank {different[0]} on {host}"
         if len(different) > 1:
             which = f"{name_ranks(different)} (rank {different[0]} is on {host})"
         raise RanksDiffer(
-            f"the {item} of {which} differ{'s' * (item == 'recipe')} from the other {count}, "
+            f"the {item} of {which} differ{'s' * (item != 'parameters')} from the other {count}, "
             f"in {where}. {_CURES[item]}."
         )
+
+
+def _both(value: str | None, expected: str | None) -> str:
+    """Two different values for a message; empty if they are long, such as hashes."""
+    longest = max(len(str(value)), len(str(expected)))
+    return f" ({value}, others {expected})" if longest <= _SHOWN_CHARACTERS else ""
 
 
 def _hash_text(text: str) -> int:

@@ -21,14 +21,12 @@ from tutti.parallel.engine import (
     gathered,
     without_side_effects,
 )
-from tutti.parallel.layout import ParallelOptions
+from tutti.parallel.layout import SPLIT_BACKWARD, ParallelOptions, check_techniques
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.schedules import (
-    SPLIT_BACKWARD,
     Schedule,
     Stage,
     build_schedule,
-    check_techniques,
     rank_of,
 )
 from tutti.parallel.pipeline.stages import Stages

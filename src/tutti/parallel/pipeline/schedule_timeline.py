@@ -26,9 +26,9 @@ from torch import nn
 
 from tutti.comm.collectives import barrier
 from tutti.parallel.apply import build_engine
-from tutti.parallel.layout import ParallelOptions, ScheduleName
+from tutti.parallel.layout import ParallelOptions, ScheduleName, check_microbatches
 from tutti.parallel.pipeline.executor import Pipeline
-from tutti.parallel.pipeline.schedules import SCHEDULES, check_microbatches, stages_of
+from tutti.parallel.pipeline.schedules import SCHEDULES, stages_of
 from tutti.parallel.pipeline.stages import now
 from tutti.world.exchange import gather_json
 from tutti.world.world import World

@@ -15,8 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from tutti.parallel.engine import LossFunction
-from tutti.parallel.layout import Recompute, ScheduleName
-from tutti.world.errors import UsageError
+from tutti.parallel.layout import ScheduleName
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 StageContext = Callable[[int], AbstractContextManager[None]]
@@ -28,26 +27,6 @@ SCHEDULES: dict[ScheduleName, Any] = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
-
-SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Schedules whose backward has two halves. The first half computes gradients of the inputs, for
-which other ranks wait. The second half runs later and computes gradients of the weights."""
-
-
-def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute = "none") -> None:
-    """Raise UsageError for techniques that a schedule with a split backward cannot run."""
-    if schedule in SPLIT_BACKWARD and compile:
-        raise UsageError(
-            f"--compile cannot be combined with --pipeline-schedule {schedule}, because a compiled "
-            "backward cannot be split into gradients of inputs and of weights: use "
-            "--pipeline-schedule 1f1b or interleaved"
-        )
-    if schedule in SPLIT_BACKWARD and recompute == "selective":
-        raise UsageError(
-            "--checkpoint-activations selective cannot be combined with --pipeline-schedule "
-            f"{schedule}, because each half of the split backward would need the activations: use "
-            "--checkpoint-activations full, or --pipeline-schedule 1f1b or interleaved"
-        )
 
 
 class Stage(pipelining.PipelineStage):
@@ -87,30 +66,6 @@ def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
     if name == "zbv" and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks
-
-
-def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
-    """Raise UsageError if the schedule cannot run this number. The message suggests another."""
-
-    def divides(count: int) -> bool:
-        rounds = max(1, count // ranks)
-        return name not in ("interleaved", "zero-bubble") or count % rounds == 0
-
-    lowest = max(ranks, microbatches)
-    valid = next(n for n in range(lowest, lowest + ranks + 1) if divides(n))
-    cure = f"use --accumulation {valid}"
-    if microbatches < ranks:
-        raise UsageError(
-            f"--accumulation {microbatches} is too small for pp{ranks}, because with fewer "
-            f"microbatches than pipeline ranks some ranks would always be idle: {cure}"
-        )
-    if not divides(microbatches):
-        rounds = microbatches // ranks
-        raise UsageError(
-            f"--pipeline-schedule {name} divides the microbatches into {microbatches} // {ranks} = "
-            f"{rounds} rounds of equal size, but --accumulation {microbatches} is not divisible by "
-            f"{rounds}: {cure}"
-        )
 
 
 def build_schedule(

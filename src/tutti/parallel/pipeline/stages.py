@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode
 
-from tutti.parallel.layout import ParallelOptions
+from tutti.parallel.layout import ParallelOptions, check_stages
 from tutti.parallel.materialize import Weights, materialize
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.schedules import stages_of
@@ -214,23 +214,6 @@ def cut_evenly(count: int, stages: int) -> list[range]:
     check_stages(count, stages, 1)
     ends = [-(-count * (stage + 1) // stages) for stage in range(stages)]
     return [range(start, end) for start, end in pairwise([0, *ends])]
-
-
-def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
-    """Raise UsageError if there are more stages than layers. The message suggests layouts."""
-    stages = ranks * stages_per_rank
-    if stages <= layers:
-        return
-    needs, cures = f"pp{ranks} needs {stages} layers", []
-    if layers // stages_per_rank > 1:
-        cures.append(f"pp{layers // stages_per_rank}")
-    if stages_per_rank > 1:
-        needs = f"pp{ranks} with {stages_per_rank} stages per rank needs "
-        needs += f"{ranks} × {stages_per_rank} = {stages} layers"
-        if layers >= 2:
-            cures.append(f"pp{min(ranks, layers)} with --pipeline-schedule 1f1b")
-    cures.append("a model with more layers")
-    raise UsageError(f"layout {needs}, but the model has {layers}: use {' or '.join(cures)}")
 
 
 @torch.no_grad()

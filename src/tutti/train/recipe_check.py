@@ -1,0 +1,320 @@
+"""Checks of a recipe by arithmetic, names and paths, without torch: they take milliseconds.
+
+The process that starts the ranks calls `check_recipe` first, so a recipe that cannot work is
+refused before a rank exists. Every rank calls it again, because a launcher such as torchrun starts
+ranks without that process.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import fields
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from tutti.data import DataError
+from tutti.data.dataset_files import (
+    BYTE_VOCABULARY_SIZE,
+    DATASETS,
+    IMAGE_DATASETS,
+    IMAGE_SIZES,
+    TEXT_DATASETS,
+    check_files,
+)
+from tutti.models.config import GPTConfig, LeNetConfig, WideResNetConfig
+from tutti.parallel.layout import (
+    Layout,
+    check_divides,
+    check_engine,
+    check_microbatches,
+    check_sequence,
+    check_stages,
+    check_techniques,
+    flag_of,
+    leave_out,
+)
+from tutti.train.recipe import RECIPES, Architecture, Recipe
+from tutti.train.training_schedule import make_schedule
+from tutti.world.errors import UsageError, did_you_mean
+
+# Stands for the length of the training set, which is not known before the dataset is loaded.
+MANY_SAMPLES = 1 << 40
+
+
+def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
+    """Raise UsageError if the recipe cannot run on `ranks` ranks; device: cpu or cuda."""
+    schedule = make_schedule(recipe, ranks, MANY_SAMPLES)  # checks numbers, layout and batch
+    _check_cuda_graph(recipe, ranks, device)
+    _check_model(recipe)
+    _check_dataset(recipe)
+    check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
+    check_engine(recipe.engine, schedule.layout)
+    _check_layout(recipe, schedule.layout, schedule.accumulation)
+    if device == "cpu":
+        _check_memory(recipe, schedule.layout, schedule.rank_batch)
+
+
+def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
+    """Refuse a size of the model that the dataset determines, unless both are the same.
+
+    sizes: sizes of the dataset, by their name in the architecture. For text, a model may have more
+    tokens and longer sequences than the dataset.
+    """
+    for name, size in sizes.items():
+        value = getattr(recipe.architecture, name, size)
+        larger = name in ("vocab_size", "max_seq_len")
+        if value == _built_in_value(recipe.architecture, name) or (value > size and larger):
+            continue
+        if value != size:
+            flag = f"--{name.replace('_', '-')}"
+            cure = f"leave it out{f', or use {size} or more' if larger else ''}"
+            if name == "image_size" and dataset in ("digits", "synthetic"):
+                cure = f"use --pixels {value}"
+            if name == "max_seq_len":
+                cure = f"use --seq-len {value}, or --max-seq-len {size} or more"
+            raise UsageError(f"{flag} {value} has no effect: dataset {dataset} has {size}: {cure}")
+
+
+def check_flags_have_effect(recipe: Recipe, base: Recipe, benchmark: bool) -> None:
+    """Refuse values that differ from those in `base` and that the recipe does not use."""
+    for name, condition in _unused(recipe, benchmark).items():
+        for section in fields(recipe):
+            value, before = (getattr(getattr(r, section.name), name, None) for r in (recipe, base))
+            if value != before:
+                raise UsageError(
+                    f"{flag_of(name, value)} has no effect with {condition}: "
+                    f"{leave_out(name, before)}"
+                )
+
+
+def _unused(recipe: Recipe, benchmark: bool) -> dict[str, str]:
+    """Return the fields that this recipe does not use, each with the flag that is the reason."""
+    data, optimization, length = recipe.data, recipe.optimization, recipe.length
+    own_model, synthetic = recipe.model not in RECIPES, data.dataset == "synthetic"
+    text = isinstance(recipe.architecture, GPTConfig)
+    with_dataset = "--benchmark" if benchmark else f"--dataset {data.dataset}"
+    unused: dict[str, str] = {}
+    if data.dataset not in ("fashion-mnist", "cifar100", "text", "tokens"):
+        unused["data_dir"] = with_dataset
+    if data.dataset not in ("fashion-mnist", "cifar100"):
+        unused["download"] = with_dataset
+    if data.dataset != "digits" and not (synthetic and not text):
+        unused["pixels"] = with_dataset
+    if data.dataset not in TEXT_DATASETS and not (synthetic and text):
+        unused["seq_len"] = with_dataset
+    if own_model:
+        # Synthetic samples for your own model have the sizes in the architecture.
+        used = ("channels", "classes", "vocab_size") if synthetic else ()
+        names = [size.name for size in fields(recipe.architecture) if size.name not in used]
+        unused |= dict.fromkeys(names, f"--model {recipe.model}")
+    unused["betas" if optimization.optimizer == "sgd" else "momentum"] = (
+        f"--optimizer {optimization.optimizer}"
+    )
+    if optimization.lr_scale == "none":
+        unused["lr_batch"] = "--lr-scale none"
+    if optimization.schedule == "constant":
+        unused["final_lr"] = "--schedule constant"
+    if not length.evaluate:
+        unused["evaluate_every"] = "--benchmark" if benchmark else "--no-evaluate"
+    if benchmark:
+        unused |= dict.fromkeys(("checkpoint_every", "keep", "epochs"), "--benchmark")
+    return unused
+
+
+def _built_in_value(architecture: Architecture, name: str) -> Any:
+    recipes = [r for r in RECIPES.values() if type(r.architecture) is type(architecture)]
+    return getattr(recipes[0].architecture, name, None)
+
+
+def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
+    """Raise UsageError if the step cannot be captured in a graph."""
+    requirements = {
+        "a CUDA device": device == "cuda",
+        "--data-on-device": recipe.data.data_on_device,
+        "--precision float32 or bf16": recipe.compute.precision in ("float32", "bf16"),
+        "--split even": recipe.batching.split == "even",
+        "targets without padding": not recipe.data.padded,
+        "one rank": ranks == 1,
+    }
+    for requirement, met in requirements.items():
+        if recipe.compute.cuda_graph and not met:
+            raise UsageError(f"--cuda-graph needs {requirement}: remove --cuda-graph otherwise")
+
+
+# -- model and dataset: names, functions, files ----------------------------------------------------
+
+
+def _check_model(recipe: Recipe) -> None:
+    model = recipe.model
+    if model not in RECIPES:
+        check_function(model, "--model", tuple(RECIPES))
+    elif type(RECIPES[model].architecture) is not type(recipe.architecture):
+        raise UsageError(
+            f"--model {model} does not fit the recipe: use --recipe {model}, with --dataset and "
+            "other flags"
+        )
+    elif model == "gpt" and recipe.data.dataset in IMAGE_DATASETS:
+        raise UsageError(
+            f"--model gpt needs text, dataset {recipe.data.dataset} has no text: use --dataset "
+            "stdlib"
+        )
+    elif model != "gpt" and recipe.data.dataset in TEXT_DATASETS:
+        raise UsageError(
+            f"--model {model} needs images, dataset {recipe.data.dataset} has text: use another "
+            "--dataset"
+        )
+
+
+def _check_dataset(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.dataset not in DATASETS:
+        check_function(data.dataset, "--dataset", DATASETS)
+    try:
+        check_files(data.dataset, data.data_dir, data.download)
+    except DataError as error:
+        raise UsageError(f"--dataset {data.dataset}: {error}") from None
+    if data.dataset == "digits" and data.pixels < 8:
+        raise UsageError(f"--pixels must be at least 8 for digits, got {data.pixels}")
+    if data.workers and data.data_on_device:
+        raise UsageError(
+            f"--workers {data.workers} has no effect with --data-on-device: leave out one of them"
+        )
+
+
+def _dataset_sizes(recipe: Recipe) -> dict[str, int]:
+    """Return the sizes that a dataset gives to a built-in model, as far as its name tells them."""
+    data = recipe.data
+    if recipe.model not in RECIPES:
+        return {}
+    if isinstance(recipe.architecture, GPTConfig):
+        sizes = {"vocab_size": BYTE_VOCABULARY_SIZE} if data.dataset in ("stdlib", "text") else {}
+        known = data.dataset in (*TEXT_DATASETS, "synthetic")
+        return sizes | ({"max_seq_len": data.seq_len} if known else {})
+    if data.dataset == "synthetic":
+        return {"image_size": data.pixels}
+    if data.dataset not in IMAGE_SIZES:
+        return {}
+    classes, (channels, pixels, _) = IMAGE_SIZES[data.dataset]
+    pixels = data.pixels if data.dataset == "digits" else pixels
+    return {"classes": classes, "channels": channels, "image_size": pixels}
+
+
+def check_function(path: str, flag: str, known: tuple[str, ...]) -> None:
+    """Raise UsageError unless `package.module:function` can exist. Imports nothing."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        hint = did_you_mean(path, known)
+        raise UsageError(
+            f"{flag} {path}: {hint} Write your own function as package.module:function"
+        )
+    search_current_directory()
+    spec, package = None, ""
+    for part in module.split("."):
+        locations = spec.submodule_search_locations if spec else None
+        package = f"{package}.{part}".lstrip(".")
+        try:
+            if "." not in package:
+                spec = importlib.util.find_spec(package)
+            else:  # does not import the packages above, as find_spec would
+                spec = PathFinder.find_spec(package, locations) if locations else None
+        except ValueError:  # an empty name, or a module without a spec, such as __main__
+            spec = None
+        if spec is None:
+            raise UsageError(
+                f"{flag} {path}: No module named {package!r}: run the command in the directory of "
+                "the module"
+            )
+    assert spec is not None
+    source = Path(spec.origin or "")
+    if source.suffix != ".py":
+        return
+    text = source.read_bytes()
+    try:
+        compile(text, str(source), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{flag} {path}: {source}: {error}") from None
+    # Only a name that does not occur in the file at all is certainly missing.
+    defined = re.search(rb"\b" + re.escape(name.encode()) + rb"\b", text) if name else None
+    if not defined and not re.search(rb"import \*|__getattr__", text):
+        raise UsageError(f"{flag} {path}: {module} has no {name}: check the name")
+
+
+def search_current_directory() -> None:
+    """Let Python find modules in the current directory, as `python -m` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
+    """Refuse parameters or inputs that alone are larger than the memory of this machine."""
+    data, config = recipe.data, recipe.architecture
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needs: dict[str, int] = {}  # what → bytes; a parameter has 4 bytes, a token has 8
+    if recipe.model in RECIPES:
+        needs["the parameters, which the model's sizes determine,"] = (
+            4 * _least_parameters(config, data.pixels) * layout.dp
+        )
+    if data.dataset in ("stdlib", "text", "tokens", "synthetic") and isinstance(config, GPTConfig):
+        needs[f"a batch of {rank_batch} × --seq-len {data.seq_len}"] = 8 * rank_batch * data.seq_len
+    elif data.dataset in ("digits", "synthetic") and not isinstance(config, GPTConfig):
+        digits = data.dataset == "digits"
+        count, channels = (1797, 1) if digits else (rank_batch, config.channels)
+        described = f"{count} images of {channels} × --pixels {data.pixels}²"
+        needs[described] = 4 * count * channels * data.pixels**2
+    for what, size in needs.items():
+        if size > memory:
+            raise UsageError(
+                f"{what} need {size / 1e9:,.0f} GB, this machine has {memory / 1e9:,.0f} GB: use "
+                "smaller numbers"
+            )
+
+
+def _least_parameters(config: Architecture, pixels: int) -> int:
+    """Return the number of parameters, or of the largest layers if there is no formula."""
+    if isinstance(config, GPTConfig):
+        return config.parameters()
+    if isinstance(config, LeNetConfig):
+        hidden = 128 * 50 * LeNetConfig(image_size=max(4, pixels)).feature_size ** 2
+        return hidden + 128 * config.classes + 500 * config.channels
+    if isinstance(config, WideResNetConfig):  # the 3 × 3 convolutions of the last stage
+        width = 64 * config.width
+        return 9 * width**2 * config.blocks_per_stage + width * config.classes
+    return 1280 * config.classes + 24 * 9 * config.channels
+
+
+# -- layout against model --------------------------------------------------------------------------
+
+
+def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
+    """Check that tp divides the model and that pp has enough layers; your own model comes later."""
+    parallel, config = recipe.parallel, recipe.architecture
+    if layout.pp > 1:
+        schedule = parallel.pipeline_schedule
+        check_techniques(schedule, recipe.compute.compile, recipe.compute.checkpoint_activations)
+        check_microbatches(schedule, layout.pp, microbatches)
+    if recipe.model not in RECIPES or (layout.tp == 1 and layout.pp == 1):
+        return
+    if not isinstance(config, GPTConfig):
+        axis = "tp" if layout.tp > 1 else "pp"
+        reason = "has no layers that tp can split" if axis == "tp" else "cannot be cut into stages"
+        raise UsageError(
+            f"layout {layout}: {recipe.model} {reason}: use dp or shard instead of {axis}"
+        )
+    if layout.tp > 1:
+        sizes = _dataset_sizes(recipe)
+        check_divides(layout.tp, config.heads, "heads")
+        check_divides(layout.tp, config.key_value_heads, "key and value heads (--kv-heads)")
+        check_divides(layout.tp, config.hidden, "hidden values of the MLP (--mlp-dim)")
+        if recipe.data.dataset in ("stdlib", "text", "synthetic"):  # others may have more tokens
+            vocabulary = max(config.vocab_size, sizes.get("vocab_size", 0))
+            check_divides(layout.tp, vocabulary, "tokens of the vocabulary (--vocab-size)")
+        if parallel.sequence_parallel and "max_seq_len" in sizes:
+            check_sequence(layout.tp, recipe.data.seq_len)
+    if layout.pp > 1:
+        layers = config.layers + 3  # the embedding, the final norm and the head are layers, too
+        check_stages(layers, layout.pp, parallel.virtual_stages)
