@@ -291,16 +291,35 @@ def test_a_run_whose_checkpoints_cannot_be_written_fails(tmp_path: Path, ranks: 
 
 
 @pytest.mark.parametrize(
-    ("kilobytes", "missing"),
-    [(1, ["recipe.toml"]), (24, ["checkpoints", "rank0.jsonl"])],
+    ("kilobytes", "after", "missing"),
+    [(1, 1, ["recipe.toml"]), (24, 500, ["checkpoints", "rank0.jsonl"])],
 )
 def test_a_run_whose_files_cannot_be_written_fails(
-    kilobytes: int, missing: list[str], tmp_path: Path
+    kilobytes: int, after: int, missing: list[str], tmp_path: Path
 ) -> None:
-    """A limit on the size of a file makes writing fail in the middle, as a full disk does."""
-    flags = [*SHORT, "--steps", "400", "--out", tmp_path / "run"]
-    limit = f'ulimit -f {kilobytes}; exec "$@"'
-    done = run_command(["bash", "-c", limit, "bash", *TUTTI, "train", *flags])
+    """A limit on the size of files makes writing fail in the middle, as a full disk does.
+
+    The dataset sets the limit when `after` samples have been read: communication needs larger files
+    at the start.
+    """
+    (tmp_path / "mine.py").write_text(
+        "import resource, torch\n"
+        "class Digits:\n"
+        "    fetched = 0\n"
+        "    def __len__(self):\n"
+        "        return 64\n"
+        "    def __getitem__(self, index):\n"
+        "        self.fetched += 1\n"
+        f"        if self.fetched == {after}:\n"
+        f"            limit = {kilobytes << 10}, {kilobytes << 10}\n"
+        "            resource.setrlimit(resource.RLIMIT_FSIZE, limit)\n"
+        "        return torch.zeros(1, 8, 8), 0\n"
+        "def data():\n"
+        "    return Digits(), Digits()\n"
+    )
+    flags = ["--dataset", "mine:data", "--steps", "400", "--no-evaluate", "--out", "run"]
+    flags += ["--checkpoint-every", "200"]
+    done = run_tutti("train", *flags, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]
     assert all(name in line for name in missing) and "Traceback" not in done.stderr, done.stderr

@@ -154,13 +154,16 @@ class Metrics:
         """Write the added lines to the file; if that fails, keep them for the next call."""
         if not self._lines:
             return
-        text = "".join(self._lines).encode()
+        rest = "".join(self._lines).encode()
         try:
             with self.path.open("ab", buffering=0) as file:
                 end = file.tell()
-                if (written := file.write(text)) < len(text):  # the disk is full now
-                    file.truncate(end)  # without a part of a line, to which a line would be added
-                    raise OSError(0, f"only {written} of {len(text)} bytes were written")
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(end)  # the next line must not follow a part of a line
+                    raise
         except OSError as error:
             self.failed[str(self.path)] = error.strerror or str(error)
             return
