@@ -64,7 +64,9 @@ def check_files(dataset: str, path: Path, download: bool = False) -> None:
             raise DataError(f"token directory {path} {problem}: give a directory with {files}")
         if not (path / "tokens.json").exists():
             example = '{"dtype": "uint16", "vocabulary": 50257}'
-            raise DataError(f"{path / 'tokens.json'} does not exist: write it, such as {example}")
+            raise DataError(
+                f"{path / 'tokens.json'} does not exist. Create it with content such as {example}"
+            )
 
 
 def cifar100_folder(directory: Path) -> Path | None:

@@ -127,7 +127,8 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         _check_range(self, 1, "vocab_size", "max_seq_len", "layers", "dim", "heads")
-        _check_range(self, 1, "kv_heads", "mlp_dim")
+        _check_range(self, 1, "kv_heads", "mlp_dim", "rope_theta")
+        _check_range(self, 0, "norm_eps")
         if self.dim % (2 * self.heads):
             raise ValueError(
                 "gpt: dim / heads must be an even integer for rotary positions, got "
