@@ -210,5 +210,5 @@ def test_only_rows_with_a_catalogue_figure_are_checked() -> None:
         other["world"]["ranks"][7] |= change
         with pytest.raises(UsageError, match="has no figure for this run"):
             unmet_expectations(other, Expectation("catalogue"))
-    with pytest.raises(UsageError, match="on this machine: give an earlier result"):
+    with pytest.raises(UsageError, match=r"on this machine\. Give an earlier result"):
         unmet_expectations(MEASURED, Expectation("catalogue"))
