@@ -56,7 +56,7 @@ def _children_in_pid_namespace_of(init: int | None) -> Iterator[None]:
 
 
 class Host:
-    """A separate host for the processes on it; only files are shared with the machine.
+    """A separate host for the processes on it. Only files are shared with the machine.
 
     Created by `network` or `two_hosts`. Commands run as root, in the caller's folder.
     """
@@ -140,7 +140,7 @@ class Host:
         cwd: str | Path | None = None,
         timeout: float = 30.0,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on this host until it ends; the caller must check the exit status.
+        """Run `argv` on this host until it ends. The caller must check the exit status.
 
         After `timeout` seconds its process group gets SIGTERM, then SIGKILL, and
         `subprocess.TimeoutExpired` is raised with the output so far.
@@ -202,7 +202,7 @@ class Network:
 
 @contextmanager
 def network(count: int = 2) -> Iterator[Network]:
-    """Create `count` hosts that reach each other by name; they are removed on exit."""
+    """Create `count` hosts that reach each other by name. They are removed on exit."""
     if not 1 <= count <= 253:
         raise ValueError(f"network({count}): 10.77.0.0/24 has room for 1 to 253 hosts and the hub")
     places = {"hub": "10.77.0.254"} | {f"n{i}": f"10.77.0.{i}" for i in range(1, count + 1)}
@@ -266,7 +266,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 @functools.cache
 def hosts_missing() -> str | None:
-    """Return why no hosts can be made here, for `pytest.mark.skipif`; None if they can."""
+    """Return why no hosts can be made here, for `pytest.mark.skipif`, or None if they can."""
     if os.geteuid() != 0:
         return "hosts need root (network namespaces)"
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]

@@ -63,7 +63,7 @@ class Work:
         self.handle, self.keeps = handle, keeps
 
     def wait(self, timeout: float = -1) -> int:
-        """Wait until the operation has completed; returns the source rank of a recv."""
+        """Wait until the operation has completed and return the source rank of a recv."""
         code = core().tutti_work_wait(self.handle, timeout)
         if code < 0:
             raise native.error_for(code)
@@ -182,7 +182,7 @@ def outcomes(
 
 
 def results(function: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
-    """Return the result of every rank; a failure on any rank fails the test."""
+    """Return the result of every rank. A failure on any rank fails the test."""
     got = outcomes(function, size, *arguments, **settings)
     for rank, (how, what) in enumerate(got):
         assert how == "result", f"rank {rank} of {size}: {how}: {what[-1] if what else ''}"

@@ -60,7 +60,7 @@ _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A running Slurm: nodes n1, n2, ... and the hub, where clients run; see `slurm_cluster`.
+    """A running Slurm: nodes n1, n2, ... and the hub, where clients run. See `slurm_cluster`.
 
     Everything of the cluster is in `folder`; a job's own output belongs in the test's folder.
     """
@@ -77,7 +77,7 @@ class SlurmCluster:
         cwd: str | Path | None = None,
         timeout: float = 30.0,
     ) -> CompletedProcess[str]:
-        """Run a client (srun, sbatch, scontrol, ...) in the hub; see `Host.run`.
+        """Run a client (srun, sbatch, scontrol, ...) in the hub. See `Host.run`.
 
         The notes of `subprocess.TimeoutExpired` contain the daemons' logs.
         """
@@ -96,7 +96,7 @@ class SlurmCluster:
         stdout: int | IO[str] | None = PIPE,
         stderr: int | IO[str] | None = PIPE,
     ) -> Popen[str]:
-        """Start a client in the hub; see `Host.popen`."""
+        """Start a client in the hub. See `Host.popen`."""
         env = self._environment(env)
         return self.hub.popen(argv, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
 
@@ -104,7 +104,7 @@ class SlurmCluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), **(env or {})}
 
     def wait_for_job(self, job_id: int | str, timeout: float = 30.0) -> str:
-        """Wait until a batch job has left the queue; return its state: COMPLETED, FAILED, ..."""
+        """Wait until a batch job has left the queue. Return its state: COMPLETED, FAILED, ..."""
 
         def left_the_queue() -> bool:
             queue = self.run(["squeue", "--noheader", "--format=%i", f"--jobs={job_id}"])
@@ -173,7 +173,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(nodes: int = 2) -> Iterator[SlurmCluster]:
-    """Start a Slurm of `nodes` nodes with `CPUS_PER_NODE` CPUs each; it is removed on exit."""
+    """Start a Slurm of `nodes` nodes with `CPUS_PER_NODE` CPUs each. It is removed on exit."""
     # The folder is removed after the hosts, so that no daemon still writes to it.
     with tempfile.TemporaryDirectory(prefix="slurm-") as name, network(nodes) as hosts:
         folder = Path(name)
@@ -190,7 +190,7 @@ def slurm_cluster(nodes: int = 2) -> Iterator[SlurmCluster]:
 
 
 def slurm_missing() -> str | None:
-    """Return why no Slurm can run here, for `pytest.mark.skipif`; None if it can."""
+    """Return why no Slurm can run here, for `pytest.mark.skipif`, or None if it can."""
     absent = [tool for tool in (*_DAEMONS, *_CLIENTS) if shutil.which(tool) is None]
     if absent:
         return f"a Slurm cluster needs {', '.join(absent)}: install slurm-wlm and munge"

@@ -36,7 +36,7 @@ def shares(kind: str, ranks: int) -> list[int]:
 
 
 def cut(batch: Batch, weights: Sequence[int]) -> list[Batch]:
-    """Divide a batch by weights; parts may be empty, and every sample is in one part."""
+    """Divide a batch by weights. Parts may be empty, and every sample is in one part."""
     total = sum(weights)
     ends = [len(batch[0]) * sum(weights[: k + 1]) // total for k in range(len(weights))]
     starts = [0, *ends[:-1]]

@@ -60,7 +60,7 @@ class Warm:
     def run(
         self, command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
     ) -> subprocess.CompletedProcess[str]:
-        """Run `SCRIPT ARGUMENTS…` in a fork; kill its process group at the timeout."""
+        """Run `SCRIPT ARGUMENTS…` in a fork. Kill its process group at the timeout."""
         with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
             stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
             words = [*command], dict(env), str(cwd), str(stdout), str(stderr)
@@ -113,7 +113,7 @@ class ForkedRank:
 
 
 def _serve(line: socket.socket) -> None:
-    """In the warm process: fork for every request; reply with the pid and the exit status."""
+    """In the warm process: fork for every request. Reply with the pid and the exit status."""
     for request in line.makefile():
         command, env, folder, stdout, stderr = json.loads(request)
         child = os.fork()
@@ -169,7 +169,7 @@ def _become(
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run `SCRIPT …` or `-m MODULE …` as Python would; returns the exit code."""
+    """Run `SCRIPT …` or `-m MODULE …` as Python would and return the exit code."""
     try:
         try:
             if command[0] == "-m":

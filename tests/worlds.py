@@ -39,7 +39,7 @@ def run_command(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command; at the timeout all its processes are killed and the test fails."""
+    """Run a command. At the timeout all its processes are killed and the test fails."""
     with subprocess.Popen(
         [str(word) for word in command],
         env=clean_environment() | dict(env or {}),
@@ -95,7 +95,7 @@ def in_world(
     timeout: float = 90,
     gpu: bool = False,
 ) -> list[Any]:
-    """Run `function(world, *arguments)` on every rank of a new world; returns each rank's result.
+    """Run `function(world, *arguments)` on every rank of a new world. Return all results.
 
     Arguments and results are sent as JSON. The function must be defined at the top of its module.
     With `gpu`, all ranks share the first GPU.
@@ -118,7 +118,7 @@ def in_world(
 
 @contextlib.contextmanager
 def default_group(backend: str) -> Iterator[None]:
-    """Give the default group this backend inside the context; call it on every rank."""
+    """Give the default group this backend inside the context. Call it on every rank."""
     import torch.distributed as dist
 
     original = dist.group.WORLD

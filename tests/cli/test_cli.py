@@ -31,7 +31,7 @@ def test_importing_tutti_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_objects_are_frozen_at_the_end_unless_triton_is_loaded(loaded: bool) -> None:
-    """At exit, frozen objects are not collected; triton 3.9 warns about each of its objects."""
+    """At exit, frozen objects are not collected. triton 3.9 warns about each of its objects."""
     look = (
         "import atexit, gc, sys, types\n"
         f"if {loaded}: sys.modules['triton'] = types.ModuleType('triton')\n"

@@ -28,7 +28,7 @@ _BITWISE = ["band", "bor", "bxor"]
 def _values(
     rank: int, count: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Small integers: exact in every dtype, so the order of summation has no effect."""
+    """Return small integers, which are exact in every dtype, so the order of sums has no effect."""
     numbers = torch.arange(count, dtype=torch.int64, device=device) * 7 + rank * 3 + seed
     if dtype == torch.bool:
         return numbers % 3 == 0

@@ -17,7 +17,7 @@ from worlds import default_group, in_world
 
 
 def _tensors(world: World, seed: int) -> list[torch.Tensor]:
-    """Tensors of several dtypes, sizes and strides, with integers that differ between ranks."""
+    """Return tensors of several dtypes, sizes and strides, with different integers on each rank."""
     base = torch.arange(12) % 5 + world.rank + seed
     return [
         base.float(),
@@ -33,7 +33,7 @@ def _tensors(world: World, seed: int) -> list[torch.Tensor]:
 
 
 def _calls(world: World) -> list[Callable[[], Any]]:
-    """Every kind of operation, several of each, as functions to call inside or outside a block."""
+    """Return every kind of operation, several of each, as functions to call in a block or alone."""
     size, last = world.size, world.size - 1
     calls: list[Callable[[], Any]] = []
     for tensor in _tensors(world, 0):
@@ -184,7 +184,7 @@ def _everything(world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def worlds_outcomes() -> list[Any]:
-    """The results of all cases on three ranks, from one world, because starting a world is slow."""
+    """Return the results of all cases on three ranks of one world, as starting a world is slow."""
     return in_world(_everything, 3)
 
 

@@ -110,7 +110,7 @@ def test_given_messages_that_end_together_then_their_callbacks_may_wait_for_each
 
 
 def one_after_another(g: Group, waits: bool) -> list[int]:
-    """The first callback waits for the last operation; the other callbacks wait for the first."""
+    """The first callback waits for the last operation. The other callbacks wait for the first."""
     if g.rank == 1:
         await_word(g)
         for _ in range(4):

@@ -23,7 +23,7 @@ from worlds import in_world
 
 
 def mapped() -> int:
-    """The number of exports that this process has mapped, its own and those of peers."""
+    """Return the number of exports that this process has mapped, its own and those of peers."""
     return sum(
         "exported memory" in line for line in Path("/proc/self/maps").read_text().splitlines()
     )
@@ -102,7 +102,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
-    """Train four models with alternating steps; returns losses, parameters and the models."""
+    """Train four models with alternating steps and return losses, parameters and the models."""
     models = {
         name: DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.04, **how)
         for name, how in WAYS.items()

@@ -27,7 +27,7 @@ from worlds import in_world, run_command
 
 
 def operations(size: int, peer: int, group: Any) -> dict[str, Callable[[], Any]]:
-    """One call of each kind; `peer` is the other rank of a pair, in the world."""
+    """Return one call of each kind; `peer` is the other rank of a pair, in the world."""
     one, many = torch.ones(50_000), [torch.ones(50_000) for _ in range(size)]
     flat = torch.ones(size * 50_000)
     return {
@@ -176,7 +176,7 @@ def test_torch_can_abort_a_group() -> None:
 
 
 def memory_of_groups() -> list[str]:
-    """The memory of tutti that this process still maps or holds open."""
+    """Return the memory of tutti that this process still maps or holds open."""
     maps = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines()]
     held = [" ".join(words) for words in maps if "memfd:tutti-shm" in " ".join(words)]
     for link in Path("/proc/self/fd").iterdir():

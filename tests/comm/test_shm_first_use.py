@@ -38,7 +38,7 @@ USE_CORE = "from tutti.comm.shm.native import core; assert core().tutti_abi() > 
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment with an empty cache, in which tutti has no compiled parts."""
+    """Return an environment with an empty cache, in which tutti has no compiled parts."""
     package = tmp_path / "package" / "tutti"
     shutil.copytree(SOURCE / "tutti", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     changed = {"PYTHONPATH": str(package.parent), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -20,7 +20,7 @@ from tutti.world.errors import UsageError
 
 
 def everywhere(checks: Checks) -> list[str]:
-    """Run all operations; a group over several hosts has the same results as on one host."""
+    """Run all operations. A group over several hosts has the same results as on one host."""
     roots = itertools.cycle(range(checks.size))
     for dtype, op in itertools.product((*FLOATS, *INTS, torch.bool, torch.complex64), OPS):
         if valid(dtype, op):
@@ -121,7 +121,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
 def test_ranks_of_one_host_are_found_by_opening_memory(tmp_path: Path) -> None:
-    """Ranks 0 and 2 are on n1 and rank 1 is on n2; no variable contains this."""
+    """Ranks 0 and 2 are on n1 and rank 1 is on n2. No variable contains this."""
     tests = Path(__file__).parent.parent
     path = f"{tests.parent / 'src'}:{tests}:{tests / 'comm'}"
     with two_hosts() as (n1, n2):

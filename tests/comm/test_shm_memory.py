@@ -22,7 +22,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group of 400 MB."""
+    """Yield a control group of 400 MB."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -84,7 +84,7 @@ def test_a_segment_is_contiguous_and_aligned_for_huge_pages(size: int) -> None:
 
 
 def _mapped() -> int:
-    """Bytes of address space that hold segments."""
+    """Return bytes of address space that hold segments."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if "tutti-shm:some" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ends)

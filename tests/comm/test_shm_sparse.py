@@ -100,7 +100,7 @@ def test_sparse_tensors_are_summed_as_on_gloo() -> None:
 
 
 def left_by_an_exception(world: Any) -> int:
-    """The number of tensors of later operations that are still alive after these operations."""
+    """Return the number of tensors that are still alive after their operations."""
     import weakref
 
     group = group_of()

@@ -22,7 +22,7 @@ def groups() -> dict[str, Any]:
 
 
 def unlike(results: dict[str, list[Tensor]]) -> list[str]:
-    """The backends whose results differ from the results of gloo in any bit."""
+    """Return the backends whose results differ from the results of gloo in any bit."""
     expected = results["gloo"]
     assert expected and all(torch.isfinite(t.float()).all() for t in expected)
     return [

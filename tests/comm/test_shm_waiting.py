@@ -95,7 +95,7 @@ def test_a_wait_for_several_operations_has_one_limit_for_all() -> None:
 
 
 def forked_amid(g: Group) -> list[int]:
-    """A forked child of rank 0 waits for an operation that its parent started."""
+    """Let a forked child of rank 0 wait for an operation that its parent started."""
     g.barrier()
     if g.rank == 1:
         time.sleep(0.5)

@@ -48,7 +48,7 @@ def _message(called: float, start: float, end: float, size: int) -> list[dict[st
 
 
 def _ddp(bucket: int, first: int | None = None) -> list[dict[str, Any]]:
-    """A step of the simulated machine with buckets of `bucket` bytes."""
+    """Return a step of the simulated machine with buckets of `bucket` bytes."""
     end = FORWARD + 10.0 * GRADIENTS + 1
     events = [x("cpu_op", "aten::mm", 0, end) | {"tid": 8}]
     sent, free, limit = 0, 0.0, first or bucket
@@ -121,7 +121,7 @@ def test_with_one_message_size_the_gain_is_an_upper_bound(tmp_path: Path) -> Non
 
 
 def test_gradients_reduced_after_backward_could_be_hidden(tmp_path: Path) -> None:
-    """All-reduces take 800 µs; backward computes for 600 µs after its first gradient."""
+    """All-reduces take 800 µs. Backward computes for 600 µs after its first gradient."""
     events = [
         _step(2000),
         x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 400, 401),
@@ -159,7 +159,7 @@ def test_advice_on_accumulation_mentions_the_learning_rate(tmp_path: Path) -> No
 
 
 def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) -> None:
-    """Backward could hide 100 of 1500 µs; accumulation gains more but changes the training."""
+    """Backward could hide 100 of 1500 µs. Accumulation gains more but changes the training."""
     events = [
         _step(2000),
         x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 300, 301),
@@ -304,7 +304,7 @@ def test_sharding_or_replicas_are_advised_by_free_memory(tmp_path: Path) -> None
 
 
 def test_a_gain_on_another_axis_does_not_reduce_the_gain_of_accumulation(tmp_path: Path) -> None:
-    """All-reduces take 300 µs; sharding takes 300 µs, of which replicas would save a third."""
+    """All-reduces take 300 µs. Sharding takes 300 µs, of which replicas would save a third."""
     events = _sharded(
         [
             ("_allgather_base", 1_000_000, 100, 300),

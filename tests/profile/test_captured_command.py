@@ -37,7 +37,7 @@ def _profile(
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Plain DDP with gloo on four ranks under torchrun; rank LATE sleeps before backward."""
+    """Plain DDP with gloo on four ranks under torchrun. Rank LATE sleeps before backward."""
     out = tmp_path_factory.mktemp("gloo") / "out"
     command = [*TORCHRUN, str(RANKS), SCRIPT, "gloo", "10"]
     return out, _profile(out, command, {"LATE": str(LATE)})

@@ -17,7 +17,7 @@ from tutti.world.errors import UsageError
 
 
 def _two_ranks(folder: Path, base: int = 0, host: str = "n0") -> Explanation:
-    """Two steps. Rank 1 arrives 300 µs after rank 0; moving the data takes 200 µs."""
+    """Two steps. Rank 1 arrives 300 µs after rank 0. Moving the data takes 200 µs."""
     early, late = [], []
     for n in range(2):
         at = n * STEP
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_noted_and_left_out(tmp_path: Path) -> None:
 
 
 def test_the_newest_trace_of_a_rank_is_explained(tmp_path: Path) -> None:
-    """Two profiler cycles on two ranks; the newer traces have the first names in sorted order."""
+    """Two profiler cycles on two ranks. The newer traces have the first names in sorted order."""
     files = []
     for cycle, name in enumerate("ba"):
         for rank in (0, 1):
@@ -326,7 +326,7 @@ def test_a_tutti_comm_call_is_one_collective_with_any_backend_events(
 
 
 def test_waiting_on_a_cpu_begins_at_the_call_and_excludes_moving_data(tmp_path: Path) -> None:
-    """Two calls on gloo's threads are in flight; the first moves data from 500 on."""
+    """Two calls on gloo's threads are in flight. The first moves data from 500 on."""
     early = [
         step(0),
         x("cpu_op", "c10d::allreduce_", 100, 110),

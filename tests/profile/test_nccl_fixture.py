@@ -34,7 +34,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Steps on the device: from the first kernel launched in a step to that of the next step."""
+    """Return (start, end) of each step: its first kernel, and the next step's first kernel."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events

@@ -58,13 +58,13 @@ def _largest(rows: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run with too many small buckets."""
+    """Return a run with too many small buckets."""
     return _profile(tmp_path_factory.mktemp("tiny"), BUCKET_MB=str(TINY_MB), **MANY_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run without a planted cause."""
+    """Return a run without a planted cause."""
     return _profile(tmp_path_factory.mktemp("even"), **HEAVY)
 
 

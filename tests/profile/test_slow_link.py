@@ -26,7 +26,7 @@ def hosts() -> Iterator[Network]:
 
 
 def _profiled(made: Network, out: Path, port: int, backend: str) -> dict[str, Any]:
-    """The explanation of two ranks, each under its own `tutti profile` on its host."""
+    """Return the explanation of two ranks, each under its own `tutti profile` on its host."""
     ranks = [
         host.popen(
             [*TUTTI, "profile", "--out", str(out), *SCHEDULE, "--", str(SCRIPT), backend, "6"],

@@ -40,7 +40,7 @@ def _write(
 
 
 def _on_a_cpu(first: float, second: float) -> list[dict[str, Any]]:
-    """Two buckets, ready at `first` and `second`; one gloo thread sends them."""
+    """Two buckets, ready at `first` and `second`. One gloo thread sends them."""
     shape = {"Input Dims": [[[FLOATS]]], "Input type": ["TensorList"]}
     kind = {"Input type": ["float"], "Input Dims": [[FLOATS]]}
     events = [_step(), x("cpu_op", f"{ENGINE}AddmmBackward0", 50, 100)]
@@ -105,7 +105,7 @@ def test_buckets_have_rows_in_the_merged_trace(tmp_path: Path) -> None:
 def test_on_a_gpu_a_bucket_is_ready_when_earlier_kernels_have_ended(
     tmp_path: Path,
 ) -> None:
-    """The host calls at 30; the gradient's kernel, launched at 20, ends at 400."""
+    """The host calls at 30. The gradient's kernel, launched at 20, ends at 400."""
     fields = {
         "Collective name": "allreduce",
         "Process Group Name": "0",

@@ -48,7 +48,7 @@ def test_kernels_of_symmetric_memory_are_recognized_by_name(tmp_path: Path) -> N
 
 
 def test_gloo_on_the_host_counts_as_communication_in_a_trace_with_kernels(tmp_path: Path) -> None:
-    """The trace also has an NCCL all-reduce; a call with an NCCL kernel does not count as gloo."""
+    """The trace also has an NCCL all-reduce. A call with an NCCL kernel does not count as gloo."""
 
     def rank(called: float) -> list[dict[str, Any]]:
         fields = all_reduce(0, 0, 0)["args"] | {"External id": 5}

@@ -58,7 +58,7 @@ def parts(explanation: Explanation, rank: int, step: int) -> dict[str, float]:
 
 
 def launched(name: str, at: float, start: float, end: float, number: int) -> list[dict[str, Any]]:
-    """A launch on host thread 7, and its kernel on stream 20."""
+    """Return a launch on host thread 7, and its kernel on stream 20."""
     return [
         x("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=number),
         x("kernel", name, start, end, correlation=number) | {"tid": 20},

@@ -29,7 +29,7 @@ _LARGEST = 100_000  # bytes of a fixture
 
 
 def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
-    """The trace with `steps` steps from number `first` on (0: the first step in the trace)."""
+    """Return the trace with `steps` steps from number `first` on. 0 is the first step."""
     file = TraceFile(path)
     events = [event for event in file.events() if event.get("ph") == "X" and "dur" in event]
     numbers = sorted({_number(event) for event in events} - {None})[first : first + steps]
@@ -66,7 +66,7 @@ def _argument(event: Event, name: str) -> Any:
 
 
 def _is_kept(event: Event, kernels: set[Any]) -> bool:
-    """Whether the reader uses a host event."""
+    """Return whether the reader uses a host event."""
     category, name = event["cat"], str(event["name"])
     return (
         (category in _LAUNCHES and "Launch" in name and _argument(event, "correlation") in kernels)

@@ -20,7 +20,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Page:
-    """One tab; collects the requests of the page and its errors."""
+    """One tab. Collects the requests of the page and its errors."""
 
     def __init__(self, address: str) -> None:
         self._socket = websocket.create_connection(address, timeout=30, suppress_origin=True)
@@ -35,7 +35,7 @@ class Page:
         self._socket.close()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; events that arrive meanwhile are kept."""
+        """Send a command and wait for its answer. Events that arrive meanwhile are kept."""
         self._last += 1
         number = self._last
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
@@ -48,7 +48,7 @@ class Page:
             self._handle_event(message.get("method", ""), message.get("params", {}))
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression in the page; a promise is awaited."""
+        """Return the value of an expression in the page. A promise is awaited."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -127,7 +127,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
-    """A browser with its own profile; its processes end with the block."""
+    """Return a browser with its own profile. Its processes end with the block."""
     assert CHROMIUM is not None
     with (
         tempfile.TemporaryDirectory(prefix="tutti-chromium-", ignore_cleanup_errors=True) as home,
@@ -168,7 +168,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """The address of the first tab: the browser prints its port and lists its tabs there."""
+    """Return the address of the first tab: the browser prints its port and lists its tabs there."""
     import urllib.request
 
     assert process.stderr is not None

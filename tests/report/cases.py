@@ -11,7 +11,7 @@ HOSTILE = "</script><img src=x onerror=window.hit=1><a href='https://example.org
 
 
 def train(out: Path, *flags: str) -> Path:
-    """Train a few steps; returns the run directory."""
+    """Train a few steps and return the run directory."""
     words = [*TUTTI, "train", "--recipe", "lenet", "--device", "cpu", "--no-evaluate"]
     done = run_command([*words, "--out", out, *flags])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -19,14 +19,14 @@ def train(out: Path, *flags: str) -> Path:
 
 
 def report(*words: object) -> Path:
-    """Run tutti report; returns the path that it prints last."""
+    """Run tutti report and return the path that it prints last."""
     done = run_command([*TUTTI, "report", *map(str, words)])
     assert done.returncode == 0, done.stdout + done.stderr
     return Path(done.stdout.splitlines()[-1])
 
 
 def hostile_result(folder: Path) -> Path:
-    """A benchmark result in which every name contains HTML."""
+    """Return a benchmark result in which every name contains HTML."""
     content = json.loads((ROOT / "benchmarks/cpu_all_reduce_epyc2_20261115_run1.json").read_text())
     for row in content["rows"]:
         row["backend"] = HOSTILE

@@ -48,7 +48,7 @@ def path(two_ranks: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def opened(tab: Page, path: Path) -> Page:
-    """The page in a wide window; opened only once, because that takes seconds."""
+    """Return the page in a wide window. It is opened only once, because that takes seconds."""
     tab.resize(1280)
     if tab.evaluate("location.href") != path.as_uri():
         tab.requests.clear()

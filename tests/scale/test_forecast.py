@@ -84,7 +84,7 @@ def test_points_are_made_of_matched_messages_with_a_size() -> None:
 
 
 def _run(ranks: int, comm: list[dict[str, Any]] | None = None, **seconds: float) -> MeasuredRun:
-    """A run whose step is the sum of the given parts; `hidden` is in addition to them."""
+    """Return a run whose step is the sum of the given parts; `hidden` is in addition to them."""
     hidden = seconds.pop("hidden", 0.0)
     names = ("compute", "host_gap", "rest", "input", "exposed", "wait", "bubble")
     parts = dict.fromkeys(names, 0.0) | seconds

@@ -21,7 +21,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The script under torchrun, both ranks equally slow; it would train for 100,000 steps."""
+    """Scale a script under torchrun with two equally slow ranks. It would train 100,000 steps."""
     out = tmp_path_factory.mktemp("even") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
     program = [*TORCHRUN, "--nproc-per-node", "{ranks}", SCRIPT, "100000"]
@@ -34,7 +34,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The script under tutti run, rank 1 late; Ctrl-C at the beginning of the third run."""
+    """Scale the script with rank 1 late, and press Ctrl-C at the beginning of the third run."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "2", *SHORT, "--out", out]
     command = [*TUTTI, *words, "--", "python", SCRIPT, "100000"]

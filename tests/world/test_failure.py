@@ -57,7 +57,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def world_of_four(program: Path) -> Iterator[subprocess.Popen[str]]:
-    """Four ranks, all in the middle of all-reduces of 4 MB."""
+    """Yield four ranks that are all in the middle of all-reduces of 4 MB."""
     with subprocess.Popen(
         [*TUTTI, "run", "-n", "4", str(program), "nothing", "0"],
         env=clean_environment() | {"TMPDIR": str(program.parent)},  # a killed one cannot tidy up

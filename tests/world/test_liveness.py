@@ -18,7 +18,7 @@ HOSTS = ["a", "b", "c"]
 
 @pytest.fixture
 def ends() -> Iterator[list[Liveness]]:
-    """A hub and two members, in one process."""
+    """Yield a hub and two members, in one process."""
     listener = open_listener("127.0.0.1")
     address = listener.getsockname()
     hub = Liveness(0, HOSTS, "start-1", lambda failure: None, listener=listener)

@@ -117,7 +117,7 @@ def test_a_world_of_one_opens_no_port() -> None:
 
 @contextmanager
 def listener(port: int) -> Iterator[None]:
-    """A server that closes every connection."""
+    """Return a server that closes every connection."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", port))
@@ -146,7 +146,7 @@ def info(rank: int, size: int) -> RankInfo:
 
 
 def exchange_all(store: dist.Store, infos: list[RankInfo], timeout: float = 10) -> list[Any]:
-    """Every rank exchanges its information in its own thread; returns each result or error."""
+    """Exchange the information of all ranks, in threads. Return each result or error."""
     results: list[Any] = [None] * len(infos)
 
     def be(position: int) -> None:
