@@ -63,7 +63,7 @@ def test_a_request_above_the_limit_of_the_container_is_an_error_and_not_an_oom_k
     assert done.returncode == 0, done.stderr
     refused, made = done.stdout.splitlines()
     assert refused.startswith(
-        f"None shared memory for a heap needs {600 * MB} bytes, and this cont"
+        f"None shared memory for a heap needs {600 * MB} bytes, but this cont"
     )
     assert made == "True"
 
