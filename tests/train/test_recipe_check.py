@@ -121,7 +121,7 @@ GPT = ["--recipe", "gpt"]
         (["--schedule", "constant", "--final-lr", "0.1"], "no effect with --schedule constant"),
         (["--no-evaluate", "--evaluate-every", "3"], "no effect with --no-evaluate"),
         (["--benchmark", "--keep", "3"], "--keep 3 has no effect with --benchmark"),
-        (["--benchmark", "--resume", "--out", "/etc"], "leave out --resume"),
+        (["--benchmark", "--resume", "--out", "/etc"], "Omit --resume"),
         (["--epochs", "3", "--steps", "3"], "--epochs has no effect with --steps"),
         (["--batch", "3", "--global-batch", "3"], "--batch has no effect with --global-batch"),
         (["--lr-sweep", "0.1", "--lr", "0.1"], "--lr has no effect with --lr-sweep"),

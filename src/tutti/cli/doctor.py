@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
         ).run()
     if identity.size == 1:
         if options.device == "cuda" and not visible_gpu_count():
-            raise UsageError("--device cuda: no GPU is visible: use --device cpu or auto")
+            raise UsageError("--device cuda needs a GPU, but none is visible. Use cpu or auto.")
         return _check_cluster(
             checklist.collect_this_host(options.device, bool(options.active)), options
         )

@@ -128,10 +128,10 @@ def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
     own_flags: list[str] = []
     train_flags: list[str] = []
     expects_value = False  # the next argument is the value of a flag of this command
-    for word in flags:
-        name = word.partition("=")[0].replace("_", "-")
-        (own_flags if name in names or expects_value else train_flags).append(word)
-        expects_value = name in names and "=" not in word and name not in without_value
+    for argument in flags:
+        name = argument.partition("=")[0].replace("_", "-")
+        (own_flags if name in names or expects_value else train_flags).append(argument)
+        expects_value = name in names and "=" not in argument and name not in without_value
     return own_flags, train_flags
 
 
@@ -173,7 +173,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     if swept_flag == "lr":
         return _sweep_learning_rates(options, sizes, flags, values)
     if swept_flag and options.until_clear:
-        raise UsageError("--until-clear does not work with --sweep: use --repeats")
+        raise UsageError("--until-clear does not work with --sweep. Use --repeats.")
     sweep = [{swept_flag: value} for value in values] or [{}]
     steps = str(options.schedule().steps)
 
@@ -277,12 +277,12 @@ def _add_repeats(
     series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
 ) -> None:
     """Run more repeats, as many as the rows need, until every row is clear."""
-    most = 4 * repeats
-    while repeats < most and not series.stopped and series.failure is None:
+    max_repeats = 4 * repeats
+    while repeats < max_repeats and not series.stopped and series.failure is None:
         unclear = [row for row in Scaling(series.runs, mode).rows()[1:] if not row["clear"]]
         if not unclear:
             return
-        needed = min(most, max(row["repeats_needed"] for row in unclear))
+        needed = min(max_repeats, max(row["repeats_needed"] for row in unclear))
         series.execute(scale_runs.plan_runs(sizes, range(repeats, needed)))
         repeats = needed
 

@@ -52,9 +52,9 @@ class Train(WorldFlags):
     """Recipe to train: lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base =
     "NAME"."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start; ignored under torchrun, srun or mpirun (default: the ranks of
-    --layout, else those in the recipe file, else 1). With --lr-sweep, a comma-separated list such
-    as 1,2."""
+    """Number of local ranks to start (default: the ranks of --layout, else those in the recipe
+    file, else 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated list
+    such as 1,2."""
     out: Path | None = None
     """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     options, base = read_flags(arguments)
     starts_ranks = identify(os.environ).launcher == "python"
     if options.resume and options.out is None:
-        raise UsageError("--resume needs the directory of the run: add --out DIR")
+        raise UsageError("--resume needs the directory of the run. Add --out DIR.")
     if starts_ranks:
         _check_combinations(options, arguments)
     if options.lr_sweep is not None:
@@ -117,9 +117,9 @@ def _check_combinations(options: Train, arguments: list[str]) -> None:
     """Refuse a flag that another flag of the same command line overrides."""
     for flag, other in _OVERRIDDEN:
         if flag_value(flag, arguments) is not None and flag_value(other, arguments) is not None:
-            raise UsageError(f"{flag} has no effect with {other}: leave out one of them")
+            raise UsageError(f"{flag} has no effect with {other}. Omit one of them.")
     if options.resume and options.lr_sweep is not None:
-        raise UsageError("--resume has no effect with --lr-sweep: leave out one of them")
+        raise UsageError("--resume has no effect with --lr-sweep. Omit one of them.")
 
 
 def _check_before_start(options: Train, base: Recipe, ranks: int) -> None:
@@ -129,14 +129,14 @@ def _check_before_start(options: Train, base: Recipe, ranks: int) -> None:
         device = "cuda"
     if options.nvtx and device != "cuda":
         raise UsageError(_NVTX_NEEDS_CUDA)
-    # First, because the other checks compute with the number of ranks.
+    # Check the number of ranks first, because the other checks compute with it.
     LocalWorld([], ranks, options.device, options.ranks_per_gpu).check()
     check_flags_have_effect(settings, base, options.benchmark)
     check_recipe(settings, ranks, device)
     RunDirectory(options.run_directory()).check(options.resume)
 
 
-_NVTX_NEEDS_CUDA = "--nvtx needs CUDA, but the device is cpu: leave out --nvtx"
+_NVTX_NEEDS_CUDA = "--nvtx needs CUDA, but the device is cpu. Omit --nvtx."
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
@@ -166,7 +166,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
     options = replace(options, settings=settings)
     if options.benchmark:
         if options.resume:
-            raise UsageError("--benchmark writes no checkpoints: leave out --resume")
+            raise UsageError("--benchmark writes no checkpoints. Omit --resume.")
         steps = settings.length.steps if "--steps" in given else 50
         base = _as_benchmark(base, base.length.steps)
         options = replace(options, settings=_as_benchmark(settings, steps))
@@ -209,7 +209,7 @@ def _train(options: Train, base: Recipe) -> int:
         with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
                 raise UsageError(_NVTX_NEEDS_CUDA)
-            if world.launcher not in ("python", "tutti"):  # otherwise checked by main
+            if world.launcher not in ("python", "tutti"):  # otherwise main has checked it
                 check_flags_have_effect(options.settings, base, options.benchmark)
             agree(lambda: directory.check(options.resume) if world.is_first else None)
             resume, tensorboard = options.resume, options.tensorboard

@@ -39,7 +39,7 @@ _END_TIMEOUT_SECONDS = 60.0
 # Flight recorder entries that are kept in a trace. The entry of a gloo collective has its group and
 # its sequence number, which its trace events do not have.
 _RECORDER_ENTRIES = 20_000
-# Heap that is prepared for the profiler's events: up to 9 MB per step were seen on a CPU.
+# Size of the heap that is prepared for the profiler's events, which took up to 9 MB per step.
 _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 512 << 20
 _HEAP_BLOCK_BYTES = 64 << 10  # below 128 kB, from which malloc may use mmap instead of the heap
 # torch declares no types for some functions of these modules.
@@ -103,10 +103,10 @@ class Capture:
         self._device: torch.device | None = None  # the GPU that the program uses
         # The steps during `wait`, without the profiler, and during `active`.
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
-        self._peak_before, self._touched = 0, 0  # bytes: before the recording, and added for it
+        self._peak_before, self._touched = 0, 0  # bytes before the recording, and added for it
         self._step_start: Any = None  # None if the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._forward_calls: _ForwardCalls | None = None  # None: the steps are not forward calls
+        self._forward_calls: _ForwardCalls | None = None  # set if the steps are forward calls
 
     def __enter__(self) -> "Capture":
         if _cuda.is_initialized():
@@ -186,7 +186,7 @@ class Capture:
         self._never_raise(self._start)
 
     def ignore_forward_calls(self) -> None:
-        """The program trains: discard the steps of an evaluation before the training."""
+        """Discard the steps of an evaluation before the training, because the program trains."""
         if self._forward_calls is None:
             return
         self._forward_calls.remove()
@@ -310,7 +310,7 @@ class Capture:
         metadata: dict[str, Any] = {
             "backend": "none",
             "host": socket.gethostname(),  # torch 2.11 does not write host_name
-            # Without the heap that was added for the profiler.
+            # The heap that was added for the profiler is not counted.
             "host_memory_bytes": max(self._peak_before, _peak_memory() - self._touched),
             "recorder": [],
             "threads": torch.get_num_threads(),
@@ -332,9 +332,9 @@ class Capture:
             # during which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
-            # Minor page faults of each step: of those without the profiler, and of the recorded.
+            # Minor page faults of each step without the profiler, and of each recorded step.
             "page_faults": [self._unrecorded.page_faults, self._recorded.page_faults],
-            # The module whose calls are the steps; None: the steps are those of an optimizer.
+            # The module whose calls are the steps, or None if an optimizer marks the steps.
             "steps_of_module": calls.module_name if calls is not None else None,
             "overhead": median(recorded) / median(unrecorded) if both else None,
             "batch": self._batch,
@@ -378,7 +378,7 @@ def _peak_memory() -> int:
 
 
 def _touch_heap(size: int) -> int:
-    """Enlarge the heap by about `size` bytes, touch and free them; returns the touched bytes.
+    """Enlarge the heap by about `size` bytes, touch and free them. Return the touched bytes.
 
     The profiler stores its events on the heap. Without this, the heap grows during the recorded
     steps, and each new page is a page fault: thousands per step, which slow the steps by an amount
@@ -423,7 +423,7 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
 
 
 class _ForwardCalls:
-    """Marks the steps of a program that has no optimizer: the calls of its outermost module.
+    """Marks the calls of the outermost module as the steps of a program without an optimizer.
 
     The first module that is called twice from outside of any module, in evaluation mode or without
     gradients, marks the steps. The hooks are removed when the program creates an optimizer.
@@ -431,7 +431,7 @@ class _ForwardCalls:
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self._depth = 0  # of nested calls of modules
+        self._depth = 0  # depth of nested calls of modules
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._leading: weakref.ref[torch.nn.Module] | None = None
         self.module_name: str | None = None

@@ -146,7 +146,7 @@ def explain(files: Sequence[Path]) -> Explanation:
             f"{world_size} were found). Waiting for a missing rank counts as moving data."
         )
     if modules := sorted({str(t.capture_info.get("steps_of_module") or "") for t in traces} - {""}):
-        notes.append(f"the program has no optimizer: a step is a call of {', '.join(modules)}")
+        notes.append(f"the program has no optimizer, so a step is a call of {', '.join(modules)}")
     for trace in traces:
         name_axes(trace)
     clocks = align_clocks(traces)

@@ -275,7 +275,7 @@ def straggler_rows(
         share = fmean(costs) / length
         late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
         steady = len(late) > len(costs) / 2
-        if not steady:  # small delays by chance are left out
+        if not steady:  # ignore small delays by chance
             late = [step for step in late if cost_of_step[step] > max(costs) / 2]
         waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)
         for step in others:
@@ -305,7 +305,7 @@ def straggler_rows(
 
 
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
-    """Return the number of steps between late steps, if it is constant; `late` and `steps` ascend.
+    """Return the number of steps between late steps if it is constant. The arguments are sorted.
 
     Two late steps determine a period only if the recording has no place for a third one. The period
     of steady lateness is 1, and that of fewer than two late steps is unknown.

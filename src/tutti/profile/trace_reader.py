@@ -69,7 +69,7 @@ def read_rank(path: Path) -> RankTrace:
 class _TraceReader:
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        # The program's own ranges, by thread and name without digits; used if no step is marked.
+        # The program's own ranges by (thread, name without digits), used if no step is marked.
         self.ranges: dict[tuple[Any, str], list[tuple[float, float]]] = defaultdict(list)
         self.first, self.last = float("inf"), float("-inf")
         self.copies, self.input = IntervalCollector(), IntervalCollector()
@@ -228,7 +228,7 @@ class _TraceReader:
         )
         self.collectives.sort(key=lambda collective: collective.start)
         if not self.steps and (range_name := self._steps_from_ranges()):
-            notes.append(f"{file.path.name} has no profiler steps: a step is one {range_name}")
+            notes.append(f"{file.path.name} has no profiler steps, so a step is one {range_name}")
         # At the end of the recording the profiler also closes a step that is not finished.
         if (finished := captured.get("steps")) is not None:
             self.steps = [step for step in self.steps if step.number < finished]
@@ -271,7 +271,7 @@ class _TraceReader:
         )
 
     def _steps_from_ranges(self) -> str | None:
-        """Make steps of a range that is repeated at least twice; returns its name, if any.
+        """Make steps of a range that is repeated at least twice. Return its name, or None.
 
         A step ends with each `Optimizer.step`. Without an optimizer, a step begins with each range
         that takes the most time in total, for example `DistributedDataParallel.forward` or a range
@@ -282,7 +282,7 @@ class _TraceReader:
         found = optimizers or repeated
         if not found:
             return None
-        name = max(found, key=lambda each: sum(end - start for start, end in found[each]))
+        name = max(found, key=lambda name: sum(end - start for start, end in found[name]))
         moments = sorted(end if optimizers else start for start, end in found[name])
         self.steps = [Step(n, *times) for n, times in enumerate(pairwise(moments))]
         return name

@@ -84,7 +84,7 @@ def flags_text(row: dict[str, Any]) -> str:
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Return name and share of the largest significant cause of lost efficiency, or ("", 0)."""
+    """Return the name and share of the largest cause of lost efficiency, or ("", 0)."""
     causes = {name: float(share) for name, share in row["loss"].items() if name != "other"}
     causes |= row.get("other") or {"rest": row["loss"]["other"]}
     named = [name for name in row.get("named", causes) if name in causes]

@@ -9,7 +9,7 @@ lost efficiency is a sum over the parts:
 
 Ratios are computed within a repeat, in which all numbers of ranks ran on the same machine. A row
 has the median of the efficiency and of each cause over the repeats, and their quartiles. Medians do
-not add up exactly: the difference is part of `unexplained`, so the causes of a row add up to its
+not add up exactly. The difference is part of `unexplained`, so the causes of a row add up to its
 lost efficiency.
 
 The noise of a row is the largest of
@@ -48,7 +48,7 @@ _SAME_SAMPLES = 0.05  # relative difference that counts as equal, as the last ba
 
 
 def loss_by_cause(step: MeasuredStep, base: MeasuredStep, ideal: float) -> dict[str, float]:
-    """Return the lost share of the step by cause, with `other` split; negative: gain."""
+    """Return the lost share of the step by cause, with `other` split. A gain is negative."""
     return {
         cause: (step.parts[part] - ideal * base.parts[part]) / step.seconds
         for cause, part in _PART_OF_CAUSE.items()
@@ -60,8 +60,8 @@ def significance(
 ) -> dict[str, Any]:
     """Return medians and quartiles over the repeats, the noise, and the causes that are larger.
 
-    `repeats_needed` is an estimate of the number of repeats after which the verdict is clear: the
-    noise shrinks with the square root of the number of repeats.
+    `repeats_needed` is an estimate of the number of repeats after which the verdict is clear,
+    because the noise shrinks with the square root of the number of repeats.
     """
     lost, count = 1 - median(efficiencies), len(efficiencies)
     causes = {name: median(loss[name] for loss in losses) for name in losses[0]}

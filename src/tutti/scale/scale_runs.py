@@ -180,7 +180,7 @@ def plan_runs(
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Mean seconds of a step without the profiler, and its parts, which add up to these seconds."""
+    """The mean seconds of a step without the profiler, and its parts, which add up to them."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -202,7 +202,7 @@ class MeasuredRun:
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
     late: dict[str, Any] | None  # the rank for which the others wait longest, if any
-    slow: dict[str, Any] | None  # how many timed steps are slow, how slow, and how often
+    slow: dict[str, Any] | None  # number, median excess and period of the slow timed steps
     overhead: float  # recorded step / step without the profiler
     notes: list[str]
 
@@ -335,10 +335,10 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 
 
 def recorded_parts(explanation: Explanation) -> dict[str, float]:
-    """Return the parts of a typical recorded step: the mean over the middle half by step length."""
+    """Return the parts of a typical recorded step, as means over the middle half by length."""
     steps: dict[int, list[Mapping[str, float]]] = {}
-    for each in explanation.steps:
-        steps.setdefault(each.step, []).append(each.parts)
+    for step in explanation.steps:
+        steps.setdefault(step.step, []).append(step.parts)
     complete = [parts for parts in steps.values() if len(parts) == len(explanation.traces)]
     combined = [combine_ranks(parts) for parts in complete or list(steps.values())]
     middle = middle_half(combined, key=lambda parts: sum(parts.values()))
@@ -351,15 +351,16 @@ def calibrate(
     """Return the parts of the timed steps, from the parts of a typical recorded step.
 
     Recording slows operators on a CPU (compute and rest), and the launch of kernels on a GPU, which
-    appears as gaps: these parts are scaled, so that all parts add up to a typical timed step, the
+    appears as gaps. These parts are scaled, so that all parts add up to a typical timed step, the
     mean over the middle half. `unexplained` is a difference that is too large for this.
     `slow_steps` is the difference between the mean over all timed steps and a typical step.
     """
     typical = fmean(middle_half(step_times, key=float))
     mean = fmean(step_times)
     slowed = ("host_gap", "rest") if on_device else ("compute", "rest")
-    own = sum(recorded[name] for name in slowed)
-    factor = 1 + (typical - sum(recorded.values())) / own if own else 1.0
+    slowed_seconds = sum(recorded[name] for name in slowed)
+    excess = typical - sum(recorded.values())
+    factor = 1 + excess / slowed_seconds if slowed_seconds else 1.0
     factor = min(max(factor, _MIN_CORRECTION), _MAX_CORRECTION)
     parts = {name: time * (factor if name in slowed else 1) for name, time in recorded.items()}
     unexplained = typical - sum(parts.values())

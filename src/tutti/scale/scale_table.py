@@ -48,8 +48,8 @@ def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[s
 def _table(unit: str, rows: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
     """Yield the head, then a line for each number of ranks.
 
-    The column `bubble` is shown only for pipelines; then, and on a narrow terminal, there is no
-    space for the spread of the throughput.
+    The column `bubble` is shown only for pipelines. In this case, and on a narrow terminal, there
+    is no space for the spread of the throughput.
     """
     has_bubble = any(row["loss"]["bubble"] for row in rows)
     shown = [name for name in LOSS_CAUSES if name != "bubble" or has_bubble]
@@ -74,15 +74,15 @@ def _table(unit: str, rows: Sequence[dict[str, Any]], width: int) -> Iterator[st
         if narrow:
             numbers += f"{row['speedup']:>8.2f}{share:>5}"
         else:
-            if row["efficiency_spread"] != [1.0, 1.0]:  # the base itself
+            if row["efficiency_spread"] != [1.0, 1.0]:  # the base has no spread
                 share += f" ({_percents(row['efficiency_spread'])})"
             numbers += f"{row['speedup']:>9.2f}{share:>13}"
         yield numbers + "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in shown)
 
 
 def _percents(low_and_high: Sequence[float]) -> str:
-    """Return two shares as percents, the lower one first: 21–24, or −1 to 2."""
-    low, high = (f"{100 * each:.0f}".replace("-0", "0") for each in sorted(low_and_high))
+    """Return two shares as percents, the lower one first, such as 21–24 or −1 to 2."""
+    low, high = (f"{100 * share:.0f}".replace("-0", "0") for share in sorted(low_and_high))
     return f"{low}–{high}" if not low.startswith("-") else f"{low} to {high}".replace("-", "−")
 
 
@@ -95,7 +95,7 @@ def _short(value: float) -> str:
 
 
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the causes within `other`, the verdicts, and what to look at."""
+    """Yield the causes within `other`, the verdicts, and the ranks and steps to look at."""
     if len(rows) < 2:
         yield "only one number of ranks was run, but efficiency needs at least two"
         return
@@ -119,14 +119,16 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             often = f"every {ordinal(slow['period'])} step ({often})"
         rank = ""
         if late and not late["steady"]:
-            rank = f"; rank {late['rank']} is late then and {excess_text(late['instead'])}"
+            rank = (
+                f". In these steps rank {late['rank']} is late: it {excess_text(late['instead'])}"
+            )
         yield f"{often} takes {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
     yield f"{_PROFILE_COMMAND} {row['folder']}"
     yield "all numbers are medians over the repeats, with quartiles in parentheses"
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Return a sentence: lost efficiency, causes, noise, and whether the repeats agree."""
+    """Return a sentence about lost efficiency, causes, noise, and whether the repeats agree."""
     lost = 1 - row["efficiency"]
     causes = row["loss"] | row["other"]
     verb, sign = ("lose", 1) if lost >= 0 else ("gain", -1)
@@ -135,10 +137,10 @@ def verdict(row: dict[str, Any]) -> str:
         spread = f" ({_percents(low_and_high)})" * (row["repeats"] > 1)
         return f"{100 * share:.0f}{unit}{spread}".replace("-", "−")
 
-    total = percent(sign * lost, [sign * (1 - each) for each in row["efficiency_spread"]], " %")
+    total = percent(sign * lost, [sign * (1 - share) for share in row["efficiency_spread"]], " %")
     large = {
-        name: f"{words} {percent(causes[name], row['loss_quartiles'][name])}"
-        for name, (words, _) in _CAUSES.items()
+        name: f"{title} {percent(causes[name], row['loss_quartiles'][name])}"
+        for name, (title, _) in _CAUSES.items()
         if abs(causes[name]) > row["noise"]
     }
     named = [large.pop(name) for name in row["named"]]
@@ -152,7 +154,7 @@ def verdict(row: dict[str, Any]) -> str:
     count = f"{more} more repeat{'s' * (more != 1)}"
     if row["repeats"] < MIN_REPEATS:
         done = f"{row['repeats']} repeat{'s' * (row['repeats'] > 1)}"
-        text += f". {done} cannot show how far repeats differ: add {count} with --repeats "
+        text += f". {done} cannot show how far repeats differ. Add {count} with --repeats "
         return text + f"{row['repeats_needed']} or --until-clear"
     return f"{text}. The repeats disagree: about {count} are needed (--until-clear runs them)"
 
@@ -224,7 +226,7 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
 
 
 def add_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with the key `verdict`; the row of the base has no loss to explain."""
+    """Return the rows with the key `verdict`, which is None for the base."""
     return [row | {"verdict": verdict(row) if number else None} for number, row in enumerate(rows)]
 
 

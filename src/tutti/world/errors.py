@@ -31,7 +31,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The most similar of the known names, also if it is an abbreviation: learning_rate → lr."""
+    """Return the most similar of the known names, which may be an abbreviation such as lr."""
     names = list(known)
     initials = "".join(word[:1] for word in re.split("[-_]", name.lower()))
     if len(initials) > 1 and initials in names:

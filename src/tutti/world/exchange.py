@@ -92,9 +92,9 @@ def check_same(
 ) -> None:
     """Raise RanksDiffer, naming the rank that differs, unless all ranks have the same values.
 
-    recipe, dataset: any JSON values. model: its parameters and buffers are compared by a hash of
-    their bits. Call check_same on every rank. tutti.init() has compared the versions of torch and
-    tutti.
+    `recipe` and `dataset` may have any JSON values. The parameters and buffers of `model` are
+    compared by a hash of their bits. Call check_same on every rank. tutti.init() has compared the
+    versions of torch and tutti.
     """
     contents: dict[str, dict[str, str]] = {}
     for item, described in (("recipe", recipe), ("dataset", dataset)):
@@ -131,7 +131,7 @@ def check_same(
 
 
 def _both(value: str | None, expected: str | None) -> str:
-    """Two different values for a message; empty if they are long, such as hashes."""
+    """Return two different values for a message, or "" if they are long, such as hashes."""
     longest = max(len(str(value)), len(str(expected)))
     return f" ({value}, others {expected})" if longest <= _SHOWN_CHARACTERS else ""
 
