@@ -164,8 +164,8 @@ def _write(
 # -- --show-schedule -------------------------------------------------------------------------------
 
 _LEGEND = """\
-# F3 is the forward of microbatch 3 (5F3: on stage 5), and B is a backward. I and W are
-# the two halves of a backward (gradients of inputs and of weights). Dots mean idle time.
+# F3 is the forward of microbatch 3 (5F3: on stage 5), and B is a backward.
+# I and W are its two halves: gradients of inputs and of weights. Dots: idle.
 # Counted: F, I and W take 1 unit of time, B takes 2, communication takes 0.
 # Measured: the label of a short action is cut off."""
 
