@@ -352,3 +352,22 @@ def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
 )
 def test_frames_of_tutti_comm_and_torch_are_internal(filename: str, internal: bool) -> None:
     assert ledger.is_internal(filename) == internal
+
+
+_ENDS = """
+import atexit, os, sys, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()], flush=True))
+from tutti.comm.ledger import record_location
+record_location("test", lambda text: None)
+assert "tutti-locations" in [thread.name for thread in threading.enumerate()]
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+"""
+
+
+def test_the_thread_that_records_locations_ends_before_the_interpreter() -> None:
+    """Handlers run in reverse order: this one prints the threads that finalization would meet."""
+    done = run_command([sys.executable, "-c", _ENDS])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['MainThread']"] * 2  # of a forked child, then its parent

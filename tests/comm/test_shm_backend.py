@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
 
 from shm_cases import (
     FLOATS,
@@ -145,6 +146,15 @@ def _not_contiguous(checks: Checks) -> None:
     outs = torch.zeros(checks.size, 6, 10)
     dist.all_gather([out.T for out in outs], base.T, group=checks.group)
     checks.same(outs, torch.stack(parts), "gathered into views")
+    for async_op in (False, True):  # tensors of inference mode may be written outside of it, too
+        with torch.inference_mode():
+            received = torch.zeros(checks.size, 6, 10)
+            view = base.clone().T
+        views = [out.T for out in received]
+        work = dist.all_gather(views, view, group=checks.group, async_op=async_op)
+        if async_op:
+            work.wait()
+        checks.same(received, torch.stack(parts), "gathered into tensors of inference mode")
     parameter = torch.nn.Parameter(values(checks.rank, 4, torch.float32))
     dist.broadcast(parameter, checks.ranks[0], group=checks.group)
     checks.same(parameter.data, values(0, 4, torch.float32), "a parameter")
@@ -201,21 +211,103 @@ def _futures(checks: Checks) -> None:
     assert work.wait(timedelta(seconds=5)) and work.is_completed()
 
 
+_OPTIONS = {
+    **{"allreduce": "Allreduce", "allreduce_coalesced": "AllreduceCoalesced"},
+    **{"broadcast": "Broadcast", "reduce": "Reduce", "gather": "Gather", "scatter": "Scatter"},
+    **{"allgather": "Allgather", "allgather_coalesced": "Allgather"},
+    **{"reduce_scatter": "ReduceScatter", "alltoall": "AllToAll", "alltoall_base": "AllToAll"},
+}
+
+
+def _wrong_calls(backend: Any, rank: int, size: int, one: torch.Tensor) -> list[Any]:
+    """Calls of every kind of operation with wrong arguments.
+
+    `one` is a valid tensor of 2 elements, which no refused call may change.
+    """
+    other = (rank + 1) % size
+    many, wide, deep = ([torch.ones(*shape)] * size for shape in ((2,), (3,), (2, 1)))
+    double, sparse = torch.ones(2, dtype=torch.float64), torch.ones(2).to_sparse()
+    meta, csr = torch.empty(2, device="meta"), torch.eye(2).to_sparse_csr()
+    calls: list[Any] = []
+
+    def wrong(method: str, *arguments: Any, **values: Any) -> None:
+        name = _OPTIONS.get(method)
+        options = [getattr(distributed_c10d, f"{name}Options")()] if name else []
+        for key, value in values.items():
+            setattr(options[0], key, value)
+        calls.append((method, lambda: getattr(backend, method)(*arguments, *options)))
+
+    for tensors in ([], [one, one], [one, double], [meta], [csr], [one.to(torch.float8_e4m3fn)]):
+        wrong("allreduce", tensors)
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        wrong("allreduce", [one], reduceOp=op)
+    for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        wrong("allreduce", [sparse], reduceOp=op)
+    for tensors in ([], [one, sparse], [sparse, sparse.clone()], [one, meta]):
+        wrong("allreduce_coalesced", tensors)
+    for method in ("broadcast", "reduce"):
+        for root in (-1, size):
+            wrong(method, [one], rootRank=root)
+        for tensors in ([], [one, one], [sparse], [meta]):
+            wrong(method, tensors, rootRank=rank)
+        wrong(method, [one], rootRank=rank, rootTensor=1)
+    for lists in ([], [many, many], [many[1:]], [[*many, one]], [wide], [deep], [[double] * size]):
+        wrong("allgather", lists, [one])
+    for inputs in ([], [one, one], [sparse], [meta]):
+        wrong("allgather", [many], inputs)
+    wrong("allgather_coalesced", [[]] * size, [])
+    wrong("allgather_coalesced", [[*many[:2]]] * (size + 1), [one, one])
+    for outputs in ([torch.ones(2)], [torch.ones(2), double], [torch.ones(2), torch.ones(3)]):
+        wrong("allgather_coalesced", [outputs] * size, [one, one])
+    for lists in ([], [many, many], [many[1:]], [[*many, one]], [wide], [deep], [[double] * size]):
+        wrong("reduce_scatter", [one], lists)
+    for root in (-1, size):
+        wrong("gather", [], [one], rootRank=root)
+    for lists in ([], [many, many], [many[1:]], [[*many, one]], [wide], [deep], [[double] * size]):
+        wrong("gather", lists, [one], rootRank=rank)
+    for inputs in ([], [one, one]):
+        wrong("gather", [many], inputs, rootRank=rank)
+    wrong("gather", [many], [one], rootRank=other)
+    for root in (-1, size):
+        wrong("scatter", [one], [], rootRank=root)
+    for lists in ([], [many, many], [many[1:]], [[*many, one]], [wide], [deep], [[double] * size]):
+        wrong("scatter", [one], lists, rootRank=rank)
+    for outputs in ([], [one, one]):
+        wrong("scatter", outputs, [many], rootRank=rank)
+    wrong("scatter", [one], [many], rootRank=other)
+    wrong("alltoall", many[1:], many)
+    wrong("alltoall", many, [*many, one])
+    wrong("alltoall", [double] * size, many)
+    flat = torch.ones(2 * size)
+    for splits in ([2] * (size - 1), [3] * size, [-1] * size):
+        wrong("alltoall_base", flat, flat.clone(), splits, [2] * size)
+        wrong("alltoall_base", flat, flat.clone(), [2] * size, splits)
+    wrong("alltoall_base", torch.ones(2 * size + 1), flat, [], [])
+    for tensors, peer, tag in (([one], other, -1), ([one], rank, 0), ([one], size, 0)):
+        wrong("send", tensors, peer, tag)
+        wrong("recv", tensors, peer, tag)
+    for tensors in ([], [one, one], [sparse], [meta]):
+        wrong("send", tensors, other, 0)
+        wrong("recv", tensors, other, 0)
+    wrong("recv", [one], -1, 0)
+    return calls
+
+
 def _mistakes(checks: Checks) -> None:
-    group = checks.group
-    backend = group._get_backend(torch.device("cpu"))
-    for mistake, words in (
-        (lambda: backend.broadcast([torch.ones(2).to_sparse()]), "to_dense"),
-        (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), group=group), "float32"),
-        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group), "float32"),
-        (lambda: group.allreduce([torch.ones(2), torch.ones(2)]), "one tensor, got 2"),
-        (lambda: all_gather_flat(torch.ones(6), torch.ones(7), group=group), "bytes"),
-        (lambda: backend.allreduce([torch.empty(2, device="meta")]), "cpu:shm,cuda:nccl"),
-    ):
-        with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError)) as caught:
-            mistake()
-        if words not in str(caught.value):
-            checks.wrong.append(f"{words!r} is not in: {caught.value}")
+    backend = checks.group._get_backend(torch.device("cpu"))
+    one = torch.ones(2)
+    for method, call in _wrong_calls(backend, checks.rank, checks.size, one):
+        try:
+            call()
+            checks.wrong.append(f"{method} was not refused")
+        except (ValueError, TypeError) as error:
+            name = method.replace("_", "").replace("base", "").replace("coalesced", "")
+            text = str(error).replace("_", "")
+            if name not in text or "incompatible function arguments" in text:
+                checks.wrong.append(f"{method}: {error}")
+    with pytest.raises(ValueError, match="bytes"):
+        all_gather_flat(torch.ones(2 * checks.size), torch.ones(3), group=checks.group)
+    checks.same(one, torch.ones(2), "a tensor of refused calls")
     checks.all_reduce(5, torch.float32, "SUM")  # the group is as good as before
 
 

@@ -4,6 +4,7 @@ gloo joins the hosts, and every result is exact and the same on all ranks."""
 import itertools
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def pretended(rank: int, layout: list[int]) -> list[str]:
     options = ShmOptions(can_open=same_host)
     group = dist.new_group(backend="shm", pg_options=options)
     wrong = everywhere(Checks(group))
+    group.set_timeout(timedelta(seconds=0.5))
+    group.monitored_barrier(timedelta(seconds=20))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=rf"{len(layout) - 1}"):
+            group.monitored_barrier(wait_all_ranks=True)  # no other rank calls it
+    dist.barrier()
     dist.destroy_process_group(group)
     return wrong
 

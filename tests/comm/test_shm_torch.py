@@ -1,7 +1,9 @@
 """torch's own DDP, FSDP, tensor and pipeline parallelism gives the same results as on gloo."""
 
 import json
+import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forked_ranks import forked
 from shm_cases import group_of
+from tutti.comm.shm import register
 from worlds import in_world, run_command
 
 
@@ -47,7 +50,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def ddp(world: Any, made: dict[str, Any]) -> list[str]:
-    results = {}
+    results, logged = {}, {}
     for name, group in made.items():
         # Ranks start differently: DDP must broadcast rank 0's parameters and buffers.
         wrapped = nn.parallel.DistributedDataParallel(
@@ -64,7 +67,12 @@ def ddp(world: Any, made: dict[str, Any]) -> list[str]:
                 optimizer.zero_grad()
             losses.append(loss.detach())
         results[name] = [*losses, *(t.detach().float() for t in wrapped.state_dict().values())]
-    return unlike(results)
+        logged[name] = wrapped._get_ddp_logging_data()
+    # torch names every backend of other packages "custom" here; all else is as on gloo.
+    assert logged["shm"]["backend_name"] in ("shm", "custom")
+    facts = ("world_size", "rank", "module_name", "iteration", "bucket_sizes", "comm_hook")
+    wrong = [key for key in facts if logged["shm"].get(key) != logged["gloo"].get(key)]
+    return [*wrong, *unlike(results)]
 
 
 def ddp_with_a_hook(world: Any, made: dict[str, Any]) -> list[str]:
@@ -239,6 +247,63 @@ def split(rank: int) -> list[float]:
 
 def test_a_group_can_be_split() -> None:
     assert forked(split, 4) == [[1.0, 2], [1.0, 2], [5.0, 2], [5.0, 2]]
+
+
+def new_api(rank: int) -> dict[str, Any]:
+    """The groups of torch.distributed._dist2, which no global variable holds."""
+    from torch.distributed import _dist2
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = [server.port]
+    dist.broadcast_object_list(address, 0)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(address[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    limit = timedelta(seconds=20)
+    first, second = (_dist2.new_group("shm", limit, "cpu") for _ in range(2))
+    mine, ones, outs = torch.full((2,), rank + 1.0), torch.ones(2), [torch.zeros(2), torch.zeros(2)]
+    first.allreduce(ones, timeout=limit).wait()
+    second.broadcast(mine, root=1, timeout=limit).wait()
+    first.allgather(outs, mine + rank, timeout=limit).wait()
+    first.gather(outs if rank == 0 else [], mine + rank, root=0, timeout=limit).wait()
+    given = [torch.full((2,), 7.0), torch.full((2,), 8.0)] if rank == 0 else []
+    got, part = torch.zeros(2), torch.zeros(2)
+    first.scatter(got, given, root=0, timeout=limit).wait()
+    first.reduce_scatter(part, [torch.ones(2), mine], timeout=limit).wait()
+    second.barrier(timeout=limit).wait()
+    reports = {"sums": [each.tolist() for each in (ones, mine, *outs, got, part)]}
+    alone = [first.split_group([each], timeout=limit, group_name=f"{each}") for each in (0, 1)]
+    reports["split"] = [each.size() if each else None for each in alone]
+    store = dist.TCPStore("127.0.0.1", address[0], is_master=False)
+    merged = alone[rank].merge_remote_group(store, 2, timedelta(seconds=15), "merged")
+    options = merged._get_backend(torch.device("cpu")).options
+    merged.allreduce(ones).wait()
+    reports["merged"] = [merged.size(), options._timeout.total_seconds(), ones[0].item()]
+    with pytest.raises(ValueError, match="cpu"):
+        _dist2.new_group("shm", limit, "cuda")
+    for group in (merged, alone[rank], first, second):
+        group.shutdown()
+    dist.barrier()
+    return reports
+
+
+def test_the_new_groups_of_torch_use_shm() -> None:
+    for rank, reports in enumerate(forked(new_api, 2)):
+        ones, mine, zero, one, got, part = reports["sums"]
+        assert (ones, mine, got) == ([2.0, 2.0], [2.0, 2.0], [7.0 + rank] * 2)
+        assert (zero, one) == ([2.0, 2.0], [3.0, 3.0])
+        assert part == [2.0 if rank == 0 else 4.0] * 2
+        assert reports["split"] == ([1, None] if rank == 0 else [None, 1])
+        assert reports["merged"] == [2, 15.0, 4.0]
+
+
+def test_registering_shm_changes_no_default_of_torch() -> None:
+    register()
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+    assert dist.get_default_backend_for_device("cuda") == "nccl"
+    both = dist.distributed_c10d.BackendConfig("cpu:shm,cuda:nccl")
+    assert both.get_device_backend_map() == {"cpu": "shm", "cuda": "nccl"}
+    assert dist.distributed_c10d.BackendConfig("shm").get_device_backend_map() == {"cpu": "shm"}
 
 
 ENTRY = """

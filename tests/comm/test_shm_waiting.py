@@ -1,8 +1,11 @@
 """Time limits of waits are kept, and forked children do not wait for their parent."""
 
 import os
+import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,3 +137,60 @@ def test_given_a_message_behind_another_then_its_own_timeout_applies() -> None:
     name, text = errors(send_behind_another, 2)[0]
     assert name == "ShmTimeout"
     assert "send 2 of group default (tag 2, 40 bytes) timed out after 0.2 s" in text
+
+
+# ---- Time limits of calls and groups ----
+
+
+def all_reduce_of(group: Any, seconds: float) -> None:
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=seconds)
+    group.allreduce([torch.ones(3)], options).wait()
+
+
+BY_CALL: dict[str, Callable[[Any, float], Any]] = {
+    "all_reduce": all_reduce_of,
+    "monitored_barrier": lambda group, s: group.monitored_barrier(timedelta(seconds=s)),
+}
+BY_GROUP: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(3), group=group),
+    "sparse": lambda group: dist.all_reduce(torch.ones(3).to_sparse(), group=group),
+    "coalesced": lambda group: group.allreduce_coalesced([torch.ones(3)] * 2).wait(),
+    "barrier": lambda group: dist.barrier(group),
+    "recv": lambda group: dist.recv(torch.ones(3), 1, group),
+}
+
+
+def only_rank_0_calls(rank: int) -> dict[str, str]:
+    """The errors of rank 0, whose calls no other rank joins."""
+    texts = {}
+    calls: dict[str, Callable[[Any], Any]] = {}
+    for name, by_call in BY_CALL.items():
+        calls[f"call {name}"] = lambda group, by_call=by_call: by_call(group, 0.001)
+    for name, by_group in BY_GROUP.items():
+        calls[f"group {name}"] = by_group
+    for name, call in calls.items():
+        group = dist.new_group(backend="shm", timeout=timedelta(seconds=25))
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=25)
+        group.monitored_barrier()  # all ranks arrive
+        if name.startswith("group"):
+            group.set_timeout(timedelta(seconds=0.25))
+            assert backend.options._timeout == timedelta(seconds=0.25)
+        if rank == 0:
+            with pytest.raises(native.ShmTimeout) as caught:
+                call(group)
+            texts[name] = str(caught.value)
+        dist.barrier()
+    return texts
+
+
+def test_a_limit_of_a_call_or_a_group_ends_the_call_and_names_the_missing_ranks() -> None:
+    texts, *others = forked(only_rank_0_calls, 6)
+    assert others == [{}] * 5 and len(texts) == len(BY_CALL) + len(BY_GROUP)
+    for name, text in texts.items():
+        assert ("0.001 s" if name.startswith("call") else "0.25 s") in text, text
+        missing = text[text.index("waiting for") :]
+        # A gather waits for one rank after another, as the sum of sparse tensors does.
+        expected = [1] if name in ("group recv", "group sparse") else range(1, 6)
+        assert all(re.search(rf"\b{rank}\b", missing) for rank in expected), text

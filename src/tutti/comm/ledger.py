@@ -7,6 +7,7 @@ so `read_process` reads both. Times are nanoseconds of CLOCK_MONOTONIC, unless n
 module does not import torch.
 """
 
+import atexit
 import contextlib
 import itertools
 import mmap
@@ -213,16 +214,33 @@ def record_location(backend: str, write: Callable[[str], None]) -> None:
     _location_writers[backend] = write
     if _recording_process != os.getpid():
         _recording_process = os.getpid()
-        threading.Thread(target=_record_locations, name="tutti-locations", daemon=True).start()
+        end = threading.Event()
+        thread = threading.Thread(
+            target=_record_locations, args=[end], name="tutti-locations", daemon=True
+        )
+        thread.start()
+        atexit.register(_stop_recording, os.getpid(), end, thread)
 
 
-def _record_locations() -> None:
+def _record_locations(end: threading.Event) -> None:
     main = threading.main_thread().ident
-    while main is not None:
+    while main is not None and not end.is_set():
         text = call_site(sys._current_frames().get(main)).decode(errors="replace") or "unknown"
         for write in list(_location_writers.values()):
             write(text)
-        time.sleep(_LOCATION_SECONDS)
+        end.wait(_LOCATION_SECONDS)
+
+
+def _stop_recording(process: int, end: threading.Event, thread: threading.Thread) -> None:
+    """End the thread before the interpreter is finalized.
+
+    The thread holds the frames of the main thread for a moment, and may be the last to release the
+    local variables in them. The destructor of a process group gives up the GIL. Taking it again
+    during finalization ends the thread inside the destructor, which aborts the process.
+    """
+    if process == os.getpid():  # a forked child has the handler, but not the thread
+        end.set()
+        thread.join()
 
 
 # ---- Reading the ledgers of other processes on this host, even of processes that hang ----

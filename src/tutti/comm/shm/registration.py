@@ -6,6 +6,7 @@ the first group is made. If a rank cannot build them, all ranks of the group use
 prints the reason.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 
@@ -36,6 +38,10 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "SHM"):
         return
     dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+    with contextlib.suppress(ImportError):  # experimental: torch may remove or rename it
+        from torch.distributed import _dist2
+
+        _dist2.register_backend("shm", _create_group)
     # The flight recorder of torch 2.15 records every call of a backend that is not in this set,
     # which takes half as long as a small all_reduce. The core's ledger records the same calls.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
@@ -137,3 +143,27 @@ def _create(options: Any, pg_options: Any) -> Any:
         # In "cpu:shm,cuda:nccl" the options may be those of NCCL.
         pg_options if isinstance(pg_options, ShmOptions) else None,
     )
+
+
+def _create_group(
+    store: "dist.Store",
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: "torch.device",
+    **options: object,
+) -> "dist.ProcessGroup":
+    """torch calls this for `torch.distributed._dist2.new_group("shm", ...)`."""
+    import torch
+    import torch.distributed as dist
+
+    from tutti.comm.shm.connect import make
+
+    if options or device.type != "cpu":
+        raise ValueError(f"shm takes device='cpu' and no options, got {device} and {options}")
+    backend = make(dist.PrefixStore("shm/", store), rank, world_size, timeout, "shm")
+    group = dist.ProcessGroup(store, rank, world_size)
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(custom)
+    group._register_backend(torch.device("cpu"), custom, backend)
+    return group

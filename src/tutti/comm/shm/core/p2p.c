@@ -428,7 +428,7 @@ static int message_error(tutti_group *g, tutti_work *work, int rank, uint64_t no
         if (rank >= 0)
             describe_peer(g, rank, who, sizeof who);
         snprintf(text + length, sizeof text - length,
-                 " timed out after %.1f s on rank %d: waiting for %s", work->timeout, g->rank, who);
+                 " timed out after %g s on rank %d: waiting for %s", work->timeout, g->rank, who);
         return break_group(g, TUTTI_TIMEOUT, text);
     }
     int left = 0, code = 0;

@@ -32,27 +32,25 @@ static int operations_differ(tutti_group *g, int rank)
 
 static int timed_out(tutti_group *g, int rank, uint64_t round, enum mark mark, bool all)
 {
-    char late[2048] = "";
+    char late[4096] = ""; /* 4 descriptions, then at most TUTTI_MAX_RANKS numbers */
     size_t length = 0;
-    int named = 0, more = 0;
+    int named = 0;
     for (int other = 0; other < g->size; other++) {
         if (other == g->rank || (!all && other != rank) || reached(g, other, mark) >= round)
             continue;
-        if (named == 4) {
-            more++;
-            continue;
-        }
         char text[420];
-        describe_peer(g, other, text, sizeof text);
-        length += (size_t)snprintf(late + length, sizeof late - length, "%s%s",
-                                   named ? " and " : "", text);
+        if (named < 4) {
+            describe_peer(g, other, text, sizeof text);
+            length += (size_t)snprintf(late + length, sizeof late - length, "%s%s",
+                                       named ? " and " : "", text);
+        } else
+            length += (size_t)snprintf(late + length, sizeof late - length, "%s%d",
+                                       named == 4 ? " and ranks " : ", ", other);
         named++;
     }
-    if (more)
-        snprintf(late + length, sizeof late - length, " and %d more", more);
     return fail(TUTTI_TIMEOUT,
                 "%s %" PRIu64 " of group %s (%s, %" PRIu64
-                " bytes) timed out after %.1f s on rank %d: waiting for %s",
+                " bytes) timed out after %g s on rank %d: waiting for %s",
                 kind_name(g->running->kind), g->running_sequence, g->name,
                 dtype_name(g->running->dtype), operation_bytes(g->running), g->running_timeout,
                 g->rank, late);

@@ -114,6 +114,12 @@ class BackendBase : public c10d::Backend {
                      static_cast<int>(ranks.size()), options->timeout, options->group_name);
     }
 
+    c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                            const c10::intrusive_ptr<Options>& options,
+                                            const int& rank, const int& size) override {
+        return maker(store, rank, size, options->timeout, options->group_name);
+    }
+
     void startCoalescing() override {
         coalescing_ = true;
         coalesced_.clear();
@@ -125,16 +131,13 @@ class BackendBase : public c10d::Backend {
         return coalesce({left.begin(), left.end()});
     }
 
-    // ---- Operations ----
+    // ---- Operations. Wrong arguments raise ValueError or TypeError before anything is sent. ----
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-        Call call(kAllReduce);
-        const at::Tensor& tensor = only(tensors, call);
+        const at::Tensor& tensor = only(tensors, kAllReduce);
         if (C10_UNLIKELY(tensor.is_sparse() && tensor.is_cpu()))
             return allreduce_sparse(tensors[0], opts);
-        call.updates(tensor);
-        call.reduces(opts.reduceOp);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(all_reduce_call(tensor, opts), opts);
     }
 
     // The ranks first exchange their numbers of elements, so this call blocks until all ranks have
@@ -143,12 +146,12 @@ class BackendBase : public c10d::Backend {
         auto op = opts.reduceOp.op_;
         TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
                           "shm all_reduce: sparse tensors can only be summed or averaged");
+        c10d::AllgatherOptions blocking;
+        blocking.timeout = opts.timeout;
+        blocking.asyncOp = false;
         sum_sparse(tensor, size_, op == c10d::ReduceOp::AVG,
                    [&](const at::Tensor& mine, const Tensors& outs) {
-                       Call call(kAllGather);
-                       call.reads(mine);
-                       for (auto& out : outs) call.writes(out);
-                       issue(std::move(call), false, opts.timeout)->wait();
+                       issue(all_gather_call(outs, mine), blocking)->wait();
                    });
         return c10::make_intrusive<CompletedWork>(Tensors{tensor});
     }
@@ -173,130 +176,127 @@ class BackendBase : public c10d::Backend {
             call.updates(flat);
             call.outputs.assign(tensors.begin(), tensors.end());
             call.reduces(opts.reduceOp);
-            return issue(std::move(call), opts.asyncOp, opts.timeout);
+            return issue(std::move(call), opts);
         }
-        return each(tensors.size(), opts.asyncOp, [&](size_t i) {
-            Tensors one{tensors[i]};
-            return allreduce(one, opts);
-        });
+        return each(tensors.size(), kAllReduce, opts,
+                    [&](size_t i) { return all_reduce_call(tensors[i], opts); });
     }
 
     WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
         Call call(kBroadcast);
-        call.root = checked_root(opts.rootRank, call);
-        auto& tensor = only(tensors, call);
+        call.root = checked_root(opts.rootRank, kBroadcast, opts.rootTensor);
+        auto& tensor = only(tensors, kBroadcast);
         if (rank_ == call.root)
             call.reads(tensor), call.outputs.push_back(tensor);
         else
             call.writes(tensor);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
         Call call(kReduce);
-        call.root = checked_root(opts.rootRank, call);
-        auto& tensor = only(tensors, call);
+        call.root = checked_root(opts.rootRank, kReduce, opts.rootTensor);
+        auto& tensor = only(tensors, kReduce);
         if (rank_ == call.root)
             call.updates(tensor);
         else
             call.reads(tensor), call.outputs.push_back(tensor);
         call.reduces(opts.reduceOp);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                       const c10d::AllgatherOptions& opts) override {
-        Call call(kAllGather);
-        call.reads(only(inputs, call));
-        for (auto& output : only_list(outputs, call)) call.writes(output);
-        same(call.in_bytes[0], call.out_bytes[rank_], call);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(all_gather_call(only_list(outputs, kAllGather), only(inputs, kAllGather)), opts);
     }
 
     WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                             const c10d::AllgatherOptions& opts) override {
-        Call call(kAllGather);
-        call.reads(input);
-        call.writes_split(output, size_);
-        same(call.in_bytes[0], call.out_bytes[rank_], call);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(all_gather_flat_call(output, input), opts);
     }
 
     WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                 const c10d::AllgatherOptions& opts) override {
         // outputs[rank][i] receives that rank's inputs[i], as with gloo.
-        return each(inputs.size(), opts.asyncOp, [&](size_t i) {
-            TensorLists list(1);
-            for (auto& outputs_of_rank : outputs) list[0].push_back(outputs_of_rank.at(i));
-            Tensors one{inputs[i]};
-            return allgather(list, one, opts);
+        one_per_rank(outputs.size(), kAllGather);
+        for (auto& outputs_of_rank : outputs) pairs(outputs_of_rank, inputs, kAllGather);
+        return each(inputs.size(), kAllGather, opts, [&](size_t i) {
+            Tensors list;
+            for (auto& outputs_of_rank : outputs) list.push_back(outputs_of_rank[i]);
+            return all_gather_call(list, inputs[i]);
         });
     }
 
     WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                             const c10d::AllgatherOptions& opts) override {
         pairs(outputs, inputs, kAllGather);
-        return each(inputs.size(), opts.asyncOp,
-                    [&](size_t i) { return _allgather_base(outputs[i], inputs[i], opts); });
+        return each(inputs.size(), kAllGather, opts,
+                    [&](size_t i) { return all_gather_flat_call(outputs[i], inputs[i]); });
     }
 
     WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                            const c10d::ReduceScatterOptions& opts) override {
         Call call(kReduceScatter);
-        for (auto& input : only_list(inputs, call)) call.reads(input);
-        call.writes(only(outputs, call));
-        same(call.in_bytes[rank_], call.out_bytes[0], call);
+        auto& list = only_list(inputs, kReduceScatter);
+        auto& output = only(outputs, kReduceScatter);
+        same_shape(list[rank_], output, kReduceScatter);
+        for (auto& input : list) call.reads(input);
+        call.writes(output);
         call.reduces(opts.reduceOp);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::ReduceScatterOptions& opts) override {
-        Call call(kReduceScatter);
-        call.reads_split(input, size_);
-        call.writes(output);
-        same(call.in_bytes[rank_], call.out_bytes[0], call);
-        call.reduces(opts.reduceOp);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(reduce_scatter_flat_call(output, input, opts), opts);
     }
 
     WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                             const c10d::ReduceScatterOptions& opts) override {
         pairs(outputs, inputs, kReduceScatter);
-        return each(inputs.size(), opts.asyncOp,
-                    [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], opts); });
+        return each(inputs.size(), kReduceScatter, opts,
+                    [&](size_t i) { return reduce_scatter_flat_call(outputs[i], inputs[i], opts); });
     }
 
     WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
         Call call(kGather);
-        call.root = checked_root(opts.rootRank, call);
-        call.reads(only(inputs, call));
+        call.root = checked_root(opts.rootRank, kGather);
+        auto& input = only(inputs, kGather);
+        call.reads(input);
         if (rank_ == call.root) {
-            for (auto& output : only_list(outputs, call)) call.writes(output);
-            same(call.in_bytes[0], call.out_bytes[rank_], call);
+            auto& list = only_list(outputs, kGather);
+            same_shape(input, list[rank_], kGather);
+            for (auto& output : list) call.writes(output);
+        } else {
+            only_at_root(outputs, call);
         }
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                     const c10d::ScatterOptions& opts) override {
         Call call(kScatter);
-        call.root = checked_root(opts.rootRank, call);
-        if (rank_ == call.root)
-            for (auto& input : only_list(inputs, call)) call.reads(input);
-        call.writes(only(outputs, call));
-        if (rank_ == call.root) same(call.in_bytes[rank_], call.out_bytes[0], call);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        call.root = checked_root(opts.rootRank, kScatter);
+        auto& output = only(outputs, kScatter);
+        if (rank_ == call.root) {
+            auto& list = only_list(inputs, kScatter);
+            same_shape(list[rank_], output, kScatter);
+            for (auto& input : list) call.reads(input);
+        } else {
+            only_at_root(inputs, call);
+        }
+        call.writes(output);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
         Call call(kAllToAll);
-        for (auto* list : {&outputs, &inputs})
-            TORCH_CHECK_VALUE(static_cast<int>(list->size()) == size_, "shm all_to_all: expected ",
-                        size_, " tensors (one for each rank), got ", list->size());
+        one_per_rank(outputs.size(), kAllToAll);
+        one_per_rank(inputs.size(), kAllToAll);
+        same_shape(inputs[rank_], outputs[rank_], kAllToAll);
         for (auto& input : inputs) call.reads(input);
         for (auto& output : outputs) call.writes(output);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_rows,
@@ -305,36 +305,33 @@ class BackendBase : public c10d::Backend {
         Call call(kAllToAll);
         call.reads_split(input, size_, input_rows);
         call.writes_split(output, size_, output_rows);
-        return issue(std::move(call), opts.asyncOp, opts.timeout);
+        return issue(std::move(call), opts);
     }
 
     WorkPtr send(Tensors& tensors, int to, int tag) override {
         Call call(kSend);
         call.peer = to;
-        call.tag = static_cast<uint32_t>(tag);
-        call.reads(only(tensors, call));
-        call.dtype = TUTTI_BYTES;  // a message may be received as another dtype of the same size
-        return issue(std::move(call), true, c10d::kUnsetTimeout);
+        call.tag = checked_tag(tag, kSend);
+        call.reads(only(tensors, kSend));
+        return issue_message(std::move(call));
     }
 
     WorkPtr recv(Tensors& tensors, int from, int tag) override {
-        Call call(kRecv);
-        call.peer = from;
-        call.tag = static_cast<uint32_t>(tag);
-        call.writes(only(tensors, call));
-        call.dtype = TUTTI_BYTES;
-        return issue(std::move(call), true, c10d::kUnsetTimeout);
+        TORCH_CHECK_VALUE(from >= 0, "shm recv: source ", from, " is not a rank of this group, which has ", size_, " ranks");
+        return recv_from(tensors, from, tag);
     }
 
-    WorkPtr recvAnysource(Tensors& tensors, int tag) override { return recv(tensors, -1, tag); }
+    WorkPtr recvAnysource(Tensors& tensors, int tag) override { return recv_from(tensors, -1, tag); }
 
     WorkPtr barrier(const c10d::BarrierOptions& opts) override {
-        return issue(Call(kBarrier), opts.asyncOp, opts.timeout);
+        return issue(Call(kBarrier), opts);
     }
 
-    // The core's error names the ranks that have not arrived.
+    // The core's error names all ranks that have not arrived, so `wait_all_ranks` is always true.
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool) override {
-        issue(Call(kBarrier), false, opts.timeout);
+        auto blocking = opts;
+        blocking.asyncOp = false;
+        issue(Call(kBarrier), blocking)->wait();
     }
 
    protected:
@@ -345,6 +342,14 @@ class BackendBase : public c10d::Backend {
     c10::intrusive_ptr<CompletedWork> completed_;
 
     virtual bool closed() const = 0;
+    void refuse_if_closed(const Kind& kind) const {
+        if (C10_UNLIKELY(closed()))
+            throw Failure(TUTTI_CLOSED, c10::str("shm ", kind.name, ": group ", name_,
+                                                 " is closed, because this rank has destroyed it"));
+    }
+    std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const {
+        return timeout == c10d::kUnsetTimeout ? timeout_ : timeout;
+    }
     // Runs a call and returns when it has ended.
     virtual void run(Call& call, uint64_t sequence, double timeout_s) = 0;
     // Begins a call and returns its Work. `title` is the name of its span for the profiler, or
@@ -356,15 +361,17 @@ class BackendBase : public c10d::Backend {
     bool coalescing_ = false;
     std::deque<WorkPtr> coalesced_;  // operations that are unfinished or failed
 
+    template <class Options>
+    WorkPtr issue(Call&& call, const Options& opts) {
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
     WorkPtr issue(Call&& call, bool async, std::chrono::milliseconds timeout) {
-        if (C10_UNLIKELY(closed()))
-            throw Failure(TUTTI_CLOSED, c10::str("shm ", call.kind->name, ": group ", name_,
-                                                 " is closed, because this rank has destroyed it"));
+        refuse_if_closed(*call.kind);
         if (auto* hook = where_hook.load(std::memory_order_acquire); C10_UNLIKELY(hook != nullptr))
             call.where = (*hook)();
         uint64_t sequence = ++sequence_;
-        auto given = timeout == c10d::kUnsetTimeout ? timeout_ : timeout;
-        double timeout_s = given.count() / 1000.0;
+        double timeout_s = timeout_or_default(timeout).count() / 1000.0;
         bool queued = async || coalescing_;
         if (C10_LIKELY(!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION))) {
             if (queued) return enqueue(std::move(call), sequence, timeout_s, nullptr);
@@ -414,12 +421,67 @@ class BackendBase : public c10d::Backend {
         run(call, sequence, timeout_s);
     }
 
-    // Issues `count` operations, each by `one(i)`, and returns one Work for all of them.
-    template <class One>
-    WorkPtr each(size_t count, bool async, One one) {
+    // ---- Calls from checked arguments ----
+
+    Call all_reduce_call(const at::Tensor& tensor, const c10d::AllreduceOptions& opts) const {
+        Call call(kAllReduce);
+        call.updates(tensor);
+        call.reduces(opts.reduceOp);
+        return call;
+    }
+
+    // Other ranks may send tensors of other shapes, as with NCCL: the sizes must be the same in the
+    // lists of all ranks.
+    Call all_gather_call(const Tensors& outputs, const at::Tensor& input) const {
+        Call call(kAllGather);
+        same_shape(input, outputs[rank_], kAllGather);
+        call.reads(input);
+        for (auto& output : outputs) call.writes(output);
+        return call;
+    }
+
+    Call all_gather_flat_call(const at::Tensor& output, const at::Tensor& input) const {
+        Call call(kAllGather);
+        call.reads(input);
+        call.writes_split(output, size_);
+        same_bytes(call.in_bytes[0], call.out_bytes[rank_], kAllGather);
+        return call;
+    }
+
+    Call reduce_scatter_flat_call(const at::Tensor& output, const at::Tensor& input,
+                                  const c10d::ReduceScatterOptions& opts) const {
+        Call call(kReduceScatter);
+        call.reads_split(input, size_);
+        call.writes(output);
+        same_bytes(call.in_bytes[rank_], call.out_bytes[0], kReduceScatter);
+        call.reduces(opts.reduceOp);
+        return call;
+    }
+
+    WorkPtr recv_from(Tensors& tensors, int from, int tag) {
+        Call call(kRecv);
+        call.peer = from;
+        call.tag = checked_tag(tag, kRecv);
+        call.writes(only(tensors, kRecv));
+        return issue_message(std::move(call));
+    }
+
+    WorkPtr issue_message(Call&& call) {
+        call.dtype = TUTTI_BYTES;  // a message may be received as another dtype of the same size
+        return issue(std::move(call), true, c10d::kUnsetTimeout);
+    }
+
+    // Issues the calls make_call(0), make_call(1), ..., after all of them have been checked, and
+    // returns one Work for all of them.
+    template <class Options, class MakeCall>
+    WorkPtr each(size_t count, const Kind& kind, const Options& opts, MakeCall make_call) {
+        TORCH_CHECK_VALUE(count > 0, "shm ", kind.name, ": the list of tensors is empty");
+        std::vector<Call> calls;
+        calls.reserve(count);
+        for (size_t i = 0; i < count; ++i) calls.push_back(make_call(i));
         std::vector<WorkPtr> works;
-        for (size_t i = 0; i < count; ++i) works.push_back(one(i));
-        if (!async && !coalescing_) return completed_;
+        for (auto& call : calls) works.push_back(issue(std::move(call), opts));
+        if (!opts.asyncOp && !coalescing_) return completed_;
         return coalesce(std::move(works));
     }
 
@@ -429,35 +491,61 @@ class BackendBase : public c10d::Backend {
         return all;
     }
 
-    const at::Tensor& only(const Tensors& tensors, const Call& call) const {
-        TORCH_CHECK_VALUE(tensors.size() == 1, "shm ", call.kind->name, " takes one tensor, got ",
-                    tensors.size());
+    // ---- Checks of arguments ----
+
+    static const at::Tensor& only(const Tensors& tensors, const Kind& kind) {
+        TORCH_CHECK_VALUE(tensors.size() == 1, "shm ", kind.name, " takes one tensor, got ",
+                          tensors.size());
         return tensors[0];
     }
 
-    const Tensors& only_list(const TensorLists& lists, const Call& call) const {
-        TORCH_CHECK_VALUE(lists.size() == 1, "shm ", call.kind->name, " takes one list of tensors, got ",
-                    lists.size());
-        TORCH_CHECK_VALUE(static_cast<int>(lists[0].size()) == size_, "shm ", call.kind->name, ": expected ",
-                    size_, " tensors (one for each rank), got ", lists[0].size());
+    const Tensors& only_list(const TensorLists& lists, const Kind& kind) const {
+        TORCH_CHECK_VALUE(lists.size() == 1, "shm ", kind.name, " takes one list of tensors, got ",
+                          lists.size());
+        one_per_rank(lists[0].size(), kind);
         return lists[0];
     }
 
-    int32_t checked_root(int64_t root, const Call& call) const {
-        TORCH_CHECK_VALUE(0 <= root && root < size_, "shm ", call.kind->name, ": root ", root,
-                    " is not a rank of this group, which has ", size_, " ranks");
+    void one_per_rank(size_t count, const Kind& kind) const {
+        TORCH_CHECK_VALUE(static_cast<int>(count) == size_, "shm ", kind.name, ": expected a list of ",
+                          size_, " (one for each rank), got ", count);
+    }
+
+    void only_at_root(const TensorLists& lists, const Call& call) const {
+        for (auto& list : lists)
+            TORCH_CHECK_VALUE(list.empty(), "shm ", call.kind->name, ": rank ", rank_, " passed a list of ",
+                              list.size(), " tensors, which only the root, rank ", call.root, ", may pass");
+    }
+
+    int32_t checked_root(int64_t root, const Kind& kind, int64_t root_tensor = 0) const {
+        TORCH_CHECK_VALUE(0 <= root && root < size_, "shm ", kind.name, ": root ", root,
+                          " is not a rank of this group, which has ", size_, " ranks");
+        TORCH_CHECK_VALUE(root_tensor == 0, "shm ", kind.name, ": rootTensor ", root_tensor,
+                          ", but shm takes one tensor per rank: use 0");
         return static_cast<int32_t>(root);
     }
 
-    void same(uint64_t mine, uint64_t expected, const Call& call) const {
-        TORCH_CHECK_VALUE(mine == expected, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
-                    " bytes, but the other side expects ", expected);
+    static uint32_t checked_tag(int tag, const Kind& kind) {
+        TORCH_CHECK_VALUE(tag >= 0, "shm ", kind.name, ": tag ", tag, " is negative");
+        return static_cast<uint32_t>(tag);
+    }
+
+    // The tensor that a rank passes to itself.
+    void same_shape(const at::Tensor& sent, const at::Tensor& received, const Kind& kind) const {
+        TORCH_CHECK_VALUE(sent.sizes() == received.sizes(), "shm ", kind.name, ": rank ", rank_,
+                          " sends itself a tensor of shape ", sent.sizes(),
+                          " and receives it into shape ", received.sizes());
+    }
+
+    void same_bytes(uint64_t mine, uint64_t expected, const Kind& kind) const {
+        TORCH_CHECK_VALUE(mine == expected, "shm ", kind.name, ": rank ", rank_, " has ", mine,
+                          " bytes, but the other side expects ", expected);
     }
 
     static void pairs(const Tensors& outputs, const Tensors& inputs, const Kind& kind) {
         TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "shm ", kind.name,
-                    ": each input needs one output, got ", inputs.size(), " inputs and ",
-                    outputs.size(), " outputs");
+                          ": each input needs one output, got ", inputs.size(), " inputs and ",
+                          outputs.size(), " outputs");
     }
 
     static bool fits_flat(const Tensors& tensors) {

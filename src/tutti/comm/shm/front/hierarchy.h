@@ -104,6 +104,21 @@ class HierarchicalBackend : public BackendBase {
 
     void shutdown() override { close(true); }
 
+    void setTimeout(std::chrono::milliseconds timeout) override {
+        BackendBase::setTimeout(timeout);
+        all_->setTimeout(timeout);  // of messages between hosts
+    }
+
+    // gloo's monitored barrier names the ranks of all hosts that have not arrived. Collectives of
+    // the queue use the same gloo group, so they end first.
+    void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+        refuse_if_closed(kBarrier);
+        pending_->wait_for_none();
+        auto limited = opts;
+        limited.timeout = timeout_or_default(opts.timeout);
+        all_->monitoredBarrier(limited, wait_all_ranks);
+    }
+
    protected:
     void close(bool let_end) {
         if (!local_ || process_ != getpid()) return;  // a forked child has no thread to join

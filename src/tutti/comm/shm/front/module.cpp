@@ -90,7 +90,8 @@ PYBIND11_MODULE(_front, module) {
         .def_property_readonly(
             "native_group",
             [](const SingleHost& self) { return reinterpret_cast<int64_t>(self.group()); },
-            "The address of the core's group, or 0 after the group was closed.");
+            "The address of the core's group, or 0 after the group was closed.")
+        .def_property_readonly("options", &SingleHost::getBackendOptions);
     py::class_<Hierarchical, c10d::Backend, c10::intrusive_ptr<Hierarchical>>(module,
                                                                               "HierarchicalBackend")
         .def(py::init([](int64_t group, std::vector<std::vector<int>> hosts,
@@ -105,5 +106,6 @@ PYBIND11_MODULE(_front, module) {
              py::arg("group"), py::arg("hosts"), py::arg("all"), py::arg("leaders").none(true),
              py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
              py::arg("global_ranks"))
-        .def_property_readonly("hosts", &Hierarchical::hosts);
+        .def_property_readonly("hosts", &Hierarchical::hosts)
+        .def_property_readonly("options", &Hierarchical::getBackendOptions);
 }
