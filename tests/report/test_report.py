@@ -108,7 +108,7 @@ def test_several_runs_are_listed_with_recipe_differences(two_ranks: Path, one_ra
     assert _column(table, "ranks") == [2, 1]
     assert differences.table.head == ["setting", "two-ranks", "one-rank"]
     assert [0.05, 0.1] in [list(row[1:]) for row in differences.table.rows]
-    assert set(_column(differences, "setting")) == {"optimization.lr", "length.steps"}
+    assert set(_column(differences, "setting")) == {"optimization.lr", "length.steps", "ranks"}
 
 
 def test_scaling_losses_add_up_and_a_forecast_is_labelled() -> None:

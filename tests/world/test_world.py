@@ -106,7 +106,11 @@ def _differ(world: tutti.World, what: str, uneven: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "part"), [("parameters", "in 0.weight. Use the same seed"), ("recipe", "in lr. Start")]
+    ("what", "part"),
+    [
+        ("parameters", "in 0.weight. Use the same seed"),
+        ("recipe", "in lr (0.2, others 0.1). Start"),
+    ],
 )
 def test_the_rank_that_differs_is_named_on_all_ranks(what: str, part: str) -> None:
     for message in in_world(_differ, 3, what, 1):
