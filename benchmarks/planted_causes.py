@@ -12,7 +12,7 @@ With two ranks the program loses a known time in each step, with one rank it doe
 
 The program times the planted part of each step itself. `nothing` is planted first: the loss that
 the program has anyway is subtracted. A cause is right if its error is at most 15 %, or if the
-expected share lies within its printed quartiles. `--busy` also runs everything with a busy loop
+planted time lies within its quartiles. `--busy` also runs everything with a busy loop
 beside it.
 """
 
@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 CAUSES = {
     "input": "input",
     "gap": "gaps",
@@ -34,6 +36,7 @@ CAUSES = {
     "wait": "wait",
     "exposed": "exposed_comm",
 }
+PARTS = {"gaps": "host_gap", "exposed_comm": "exposed"}  # where part and cause differ in name
 TOLERANCE = 0.15
 
 
@@ -117,26 +120,37 @@ def scale(cause: str, seconds: float, options: argparse.Namespace) -> dict[str, 
         result = json.loads((out / "scale.json").read_text())
         row = result["rows"][1]
         planted = median(json.loads(times.read_text())) if cause != "nothing" else 0.0
-        overheads = [run["recording_overhead"] for run in result["runs"]]
-        return {"cause": cause, "planted_s": planted, "row": row, "overheads": overheads}
+        runs = {(run["ranks"], run["repeat"]): run["parts_s"] for run in result["runs"]}
+        parts = {name: PARTS.get(name, name) for name in CAUSES.values()}
+        # The excess of two ranks over one rank in each repeat, in seconds.
+        excess = {
+            name: [
+                runs[2, repeat][part] - runs[1, repeat][part] for repeat in range(options.repeats)
+            ]
+            for name, part in parts.items()
+        }
+        return {"cause": cause, "planted_s": planted, "row": row, "excess_s": excess}
 
 
 def compare(found: dict[str, Any], nothing: dict[str, Any]) -> dict[str, Any]:
-    """The error of a planted cause, in shares of the step."""
+    """Compare the median and the quartiles of a planted cause with the planted seconds.
+
+    Seconds of a step are compared, not shares: the other parts of a step may vary.
+    """
     row, name = found["row"], CAUSES[found["cause"]]
-    share = (row["loss"] | row["other"])[name]
-    by_itself = (nothing["row"]["loss"] | nothing["row"]["other"])[name] * nothing["row"]["step_s"]
-    expected = (found["planted_s"] + by_itself) / row["step_s"]
-    low, high = row["loss_quartiles"][name]
-    measured = share * row["step_s"] - by_itself
+    by_itself = median(nothing["excess_s"][name])
+    low, measured, high = (
+        float(np.percentile(found["excess_s"][name], percent)) - by_itself
+        for percent in (25, 50, 75)
+    )
     error = measured / found["planted_s"] - 1
     return {
         "cause": found["cause"],
         "planted_ms": 1e3 * found["planted_s"],
         "measured_ms": 1e3 * measured,
         "error": error,
-        "quartiles_ms": [1e3 * (each * row["step_s"] - by_itself) for each in (low, high)],
-        "right": abs(error) <= TOLERANCE or low <= expected <= high,
+        "quartiles_ms": [1e3 * low, 1e3 * high],
+        "right": abs(error) <= TOLERANCE or low <= found["planted_s"] <= high,
         "largest_named": row["named"][:1] == [name],
         "named": row["named"],
         "unexplained": row["other"]["unexplained"],
