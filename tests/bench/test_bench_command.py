@@ -126,3 +126,31 @@ def test_open_mpi_runs_every_operation(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     measured = [sum(row["backend"] == name for row in rows) for name in ("gloo", "mpi")]
     assert measured == [37, 37] and all(row["wrong"] == 0 for row in rows)
+
+
+def test_a_case_that_crashes_on_one_rank_is_listed_and_the_others_are_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from tutti.bench.collectives.interleaved_sweep import Sweep\n"
+        "    original = Sweep._interleave\n"
+        "    def planted(self, case, *rest):\n"
+        "        if case.bytes == 1024:\n"
+        "            raise RuntimeError('a planted error')\n"
+        "        return original(self, case, *rest)\n"
+        "    Sweep._interleave = planted\n"
+    )
+    file = tmp_path / "bench.json"
+    flags = ["--ranks", 2, "--device", "cpu", "--sizes", "1K,4K", "--budget", "0.01"]
+    done = run_command(
+        [*TUTTI, "bench", "collectives", *map(str, flags), "--json", file],
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    content = json.loads(file.read_text())
+    error = "rank 1: RuntimeError: a planted error"
+    assert content["failed"] == [{"case": "all_reduce of 1K", "error": error}]
+    assert {row["bytes"] for row in content["rows"]} == {4096} and content["complete"]
+    assert f"all_reduce of 1K failed: {error}" in done.stdout

@@ -62,6 +62,13 @@ def fails(setting):
         raise RuntimeError("it broke\\nhere")
     return Pair(fail, fail)
 
+def fails_on_one_rank(setting):
+    def fail():
+        if setting.world.rank == 1:
+            raise KeyError("only here")
+        dist.all_reduce(torch.ones(1))
+    return Pair(fail, fail)
+
 def returns_nothing(setting):
     return Pair(lambda: None, lambda: None)
 
@@ -70,7 +77,7 @@ def needs_more(setting):
     raise AssertionError("not reached")
 
 PAIRS = [takes_turns, shows_turns, differs, near_enough, wrong_later]
-PAIRS += [fails, returns_nothing, needs_more]
+PAIRS += [fails, fails_on_one_rank, returns_nothing, needs_more]
 '''
 
 
@@ -79,7 +86,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     """Yield all built-in pairs and the pairs in OWN, measured in one world."""
     folder = tmp_path_factory.mktemp("pairs")
     (folder / "own.py").write_text(OWN)
-    own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"
+    own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,fails-on-one-rank,"
+    own += "returns-nothing,needs-more"
     flags = ["--quick", "--budget", "0.2", "--rounds", "6", "--json", folder / "p.json"]
     names = ["--only", ",".join([*BUILTIN_PAIRS, own]), "--file", folder / "own.py"]
     done = run_tutti(*PAIRS, "--ranks", "2", "--device", "cpu", *flags, *names, timeout=110)
@@ -138,9 +146,10 @@ def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -
     # The second check finds this difference.
     assert rows["wrong-later"]["check"] == "different: error 1 exceeds the tolerance 0"
     assert rows["fails"]["check"] == "failed: RuntimeError: it broke"
+    assert rows["fails-on-one-rank"]["check"] == "failed: rank 1: KeyError: 'only here'"
     assert "must return tensors" in rows["returns-nothing"]["check"]
     assert rows["needs-more"]["check"] == "skipped: only rank 0 has it"
-    assert "# results of 4 pairs differ: FAILED" in done.stdout
+    assert "# results of 5 pairs differ: FAILED" in done.stdout
 
 
 @pytest.mark.parametrize(

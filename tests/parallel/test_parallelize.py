@@ -54,24 +54,32 @@ def test_in_a_world_of_one_the_result_is_the_model_itself() -> None:
             tutti.parallelize(model, "dp2", world=world)
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow, self.shrink = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        out: torch.Tensor = self.shrink(input=self.grow(input=hidden_states).tanh())
+        return out * scale
+
+
 class _Feed(nn.Module):
-    """Two layers that the rules name, and one that they do not name."""
+    """Layers that the rules name and one that they do not name, called by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"grow": nn.Linear(6, 8), "shrink": nn.Linear(8, 6)}) for _ in range(2)
-        )
+        self.layers = nn.ModuleList(_Block() for _ in range(2))
         self.last = nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + layer["shrink"](layer["grow"](x).tanh())
+            x = x + layer(scale=0.5, hidden_states=x)
         out: torch.Tensor = self.last(x)
         return out
 
 
-RULES = {"layers.*.grow": "column", "layers.*.shrink": "row"}
+RULES = {"layers.*": "input", "layers.*.grow": "column", "layers.*.shrink": "row"}
 
 
 def _own_layouts(world: tutti.World) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def test_no_error_gives_no_diagnosis() -> None:
         ("dp2", 0.125, "8.000 × too small: divided by the microbatches = 8"),
         ("dp3.shard2", 6.0, "6.000 × too large: not divided by dp × shard = 6"),
         ("dp2.tp2", 2.0, "not divided by dp = 2 or tp = 2"),
+        ("dp2", 16.0, "16.000 × too large: not divided by dp × the microbatches = 16"),
+        ("dp3.shard2", 48.0, "dp × shard × the microbatches = 48"),
         ("dp3.tp2", 6.0, "not divided by all ranks = 6"),
         ("dp2", 1.7, "1.700 × too large: no axis of the layout and no number of microbatches"),
         ("dp2", -1.0, "gradients are -1.000 ×"),

@@ -31,6 +31,7 @@ def test_layouts_of_the_gpt_pass_and_are_written(tmp_path: Path) -> None:
 
 
 MODEL = """
+import os
 import torch
 from torch import nn
 
@@ -46,15 +47,27 @@ class Block(nn.Module):
 def plain():
     return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
 
-class Random(nn.Module):
+class Crash(nn.Module):
+    # Under tp, rank 1 fails while rank 0 waits for it in a collective.
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        if hasattr(self.fc1.weight, "placements") and os.environ["RANK"] == "1":
+            raise RuntimeError("a planted error")
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+class Output(nn.Module):
+    # Returns a dict, as models of transformers do.
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(6, 3)
     def forward(self, x):
-        return self.fc(x) + torch.randn(len(x), 1, dtype=x.dtype) * self.fc.bias
+        return {"loss": None, "logits": self.fc(x)}
 
-def random():
-    return Random()
+def data():
+    x, y = torch.zeros(64, 6), torch.zeros(64, dtype=torch.long)
+    return (x, y), (x, y)
 """
 
 
@@ -81,17 +94,26 @@ def test_statistics_of_a_ranks_own_samples_are_noted_below_its_row(tmp_path: Pat
     assert "dp2 note: did not compare 1.norm.running_mean and 3 more" in done.stdout
 
 
-def test_a_model_that_draws_random_numbers_fails_with_exit_code_one(tmp_path: Path) -> None:
+def test_a_layout_that_crashes_is_a_row_and_the_others_are_checked(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    flags = ["--model", "mine:random", "--layouts", "dp2"]  # dp2: the command starts two ranks
+    file = tmp_path / "parity.json"
+    flags = ["--model", "mine:Crash", "--layouts", "tp2,dp2", "--json", str(file)]
     done = run_tutti(*PARITY, *flags, timeout=110, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "dp2 FAILED: " in done.stdout and "(worst: fc." in done.stdout
+    content = json.loads(file.read_text())
+    tp2, dp2 = content["rows"]
+    assert tp2["ok"] is False and tp2["error"] == "rank 1: RuntimeError: a planted error"
+    assert dp2["ok"] is True and dp2["error"] is None and content["complete"]
+    assert "tp2    FAILED: rank 1: RuntimeError: a planted error" in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["tp2", "dp2"]
+    # Only rank 0 is shown, but the traceback is that of rank 1.
+    assert 'raise RuntimeError("a planted error")' in done.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([], "--layouts all needs the number of ranks"),
         (["--layouts", "all"], "--layouts all needs the number of ranks"),
         (["--layouts", "dp2.tp2", "--ranks", "2"], "layout dp2.tp2 needs 2 × 2 = 4 ranks"),
         (["--layouts", "dp2,tp4"], "layout tp4 needs 4 ranks, but this world has 2"),
@@ -107,3 +129,14 @@ def test_wrong_usage_is_one_line_and_exit_code_two(flags: list[str], message: st
     done = run_tutti(*PARITY, *flags)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr, done.stderr
+
+
+def test_outputs_of_a_model_are_checked_with_a_dataset_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    own = ["--model", "mine:Output", "--dataset", "mine:data"]
+    for command in (["parity", "--layouts", "dp1"], ["train", "--out", str(tmp_path / "run")]):
+        done = run_tutti(*command, *own, "--device", "cpu", cwd=tmp_path)
+        assert done.returncode == 2, done.stdout + done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert "mine:Output returned dict with loss, logits" in last, done.stderr
+        assert 'outputs["logits"]' in last and "Traceback" not in done.stderr

@@ -26,6 +26,7 @@ from tutti.parity.single_device import (
     random_samples,
     train_single_device,
 )
+from tutti.train.step import check_outputs
 
 CPU = torch.device("cpu")
 DP1, DP2 = Layout(), Layout(dp=2)
@@ -119,6 +120,31 @@ def test_a_difference_has_a_factor_and_a_residual() -> None:
     assert (twice.error, twice.factor, twice.residual) == (1.0, 2.0, 0.0)
     small = compare_tensors("w", b * 1e-9, torch.zeros_like(b), min_scale=1.0)
     assert small.error == pytest.approx(4e-9) and small.factor == 1.0
+
+
+def test_nan_at_the_same_places_is_equal_only_in_buffers() -> None:
+    b = torch.tensor([1.0, torch.nan, -torch.inf], dtype=torch.float64)
+    assert compare_tensors("w", b, b, min_scale=0.0).error == torch.inf
+    assert compare_tensors("mask", b, b, min_scale=0.0, finite_only=False).error == 0.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "cure"),
+    [
+        ({"logits": torch.zeros(2, 3)}, torch.zeros(2).long(), 'outputs["logits"]'),
+        ((torch.zeros(2, 3), None), torch.zeros(2).long(), "tuple of Tensor, NoneType"),
+        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4).long(), "outputs.movedim(1, -1)"),
+        (torch.zeros(2, 3), torch.zeros(2), "targets.long()"),
+        (torch.zeros(2), torch.zeros(2).long(), "one logit per class"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused_with_a_cure(
+    outputs: object, targets: torch.Tensor, cure: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        check_outputs(outputs, targets, "mine:net")
+    assert cure in str(error.value) and "\n" not in str(error.value)
+    check_outputs(torch.zeros(2, 4, 4, 3), torch.zeros(2, 4, 4).long(), "mine:net")
 
 
 def test_a_tied_parameter_has_one_name_and_its_own_role() -> None:

@@ -59,6 +59,8 @@ GPT = ["--recipe", "gpt"]
         (["--model", "no.such:thing"], "No module named 'no'"),
         (["--model", "json.such:thing"], "No module named 'json.such'"),
         (["--model", ":thing"], "No module named ''"),
+        (["--model", "json:load"], "needs data: add --dataset"),
+        (["--recipe", "own", "--dataset", "digits"], "--recipe own needs your model"),
         (["--dataset", "json:no_such"], "json has no no_such"),
         (["--model", "gpt"], "use --recipe gpt"),
         ([*GPT, "--dataset", "digits"], "gpt needs text"),
@@ -114,7 +116,7 @@ GPT = ["--recipe", "gpt"]
         (["--seq-len", "32"], "--seq-len 32 has no effect with --dataset digits"),
         (["--data-dir", "/etc"], "--data-dir /etc has no effect with --dataset digits"),
         (["--download"], "--download has no effect"),
-        (["--model", "json:load", "--classes", "5"], "no effect with --model json:load"),
+        (["--recipe", "lenet", "--model", "json:load", "--classes", "5"], "no effect with --model"),
         (["--betas", "0.5", "0.5"], "no effect with --optimizer sgd"),
         ([*GPT, "--momentum", "0.5"], "--momentum 0.5 has no effect with --optimizer adamw"),
         (["--lr-batch", "32"], "--lr-batch 32 has no effect with --lr-scale none"),
@@ -140,7 +142,7 @@ def test_every_number_has_limits(recipe: str, refuse: Refuse) -> None:
     sections = dict(flag_sections(command.Train, base))
     # All recipes have the same flags, except for the sizes of their models.
     names = sections if recipe == "gpt" else ("architecture",)
-    flags = [flag for name in names for flag in sections[name]]
+    flags = [flag for name in names for flag in sections.get(name, [])]
     values = {"INT": ["9" * 23, "-3"], "FLOAT": ["nan", "-3", "inf"]}
     for flag in flags:
         kind = flag.usage.split()[-1]

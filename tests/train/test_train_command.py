@@ -255,10 +255,40 @@ def test_a_user_model_and_dataset_are_trained(tmp_path: Path) -> None:
         "    return (x[:240], y[:240]), (x[240:], y[240:])\n"
     )
     own = ["--model", "mine:model", "--dataset", "mine:data", "--epochs", "30", "--ranks", "2"]
-    done = run_command([*TUTTI, "train", *own, "--out", "run"], cwd=tmp_path)
+    done = run_command([*TUTTI, "train", *own, "--lr", "0.03"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (out,) = (tmp_path / "runs").glob("model-*")  # the name of the function
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.85
+    recipe, _ = read_recipe_and_ranks(str(out / "recipe.toml"))
+    assert recipe.optimization.optimizer == "adamw" and recipe.model == "mine:model"
+    assert "image_size" not in done.stderr and "momentum" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("Linear(4, 3).bfloat16()", ["0.weight is torch.bfloat16", "model.float()"]),
+        ("Linear(4, 3).double()", ["0.weight is torch.float64", "--precision float64"]),
+        ("Linear(4, 3, dtype=torch.cfloat)", ["0.weight is complex", "view_as_complex"]),
+        ("LazyLinear(3)", ["0.weight is lazy", "sizes"]),
+        ("Embedding(4, 3, sparse=True)", ["layer 0 has sparse gradients"]),
+        ("ReLU()", ["no parameter that requires a gradient"]),
+    ],
+)
+def test_parameters_that_cannot_be_trained_are_refused(
+    model: str, expected: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch.nn import *\n"
+        f"def model():\n    return Sequential({model})\n"
+        "def data():\n    x = torch.zeros(64, 4)\n    y = torch.zeros(64).long()\n"
+        "    return (x, y), (x, y)\n"
+    )
+    done = run_tutti("train", "--model", "mine:model", "--dataset", "mine:data", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "--model mine:model" in done.stderr, done.stderr
+    assert all(words in done.stderr for words in expected), done.stderr
 
 
 def test_the_gpt_learns_from_the_standard_library(tmp_path: Path) -> None:

@@ -151,6 +151,26 @@ def test_a_rank_whose_output_is_hidden_still_shows_its_traceback(program: Path) 
     assert 'raise MemoryError("no more")' in done.stderr
 
 
+def test_commands_print_the_error_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    """Rank 0, the only one whose output is shown, fails with the same error a second later."""
+    (tmp_path / "program.py").write_text(
+        "import time, tutti\n"
+        "with tutti.init() as world:\n"
+        "    time.sleep(world.rank == 0)\n"
+        "    raise ValueError('the loss is a teapot')\n"
+    )
+    launch = (
+        "import sys; from tutti.world.launch import LocalWorld; "
+        "command = [sys.executable, 'program.py']; "
+        "sys.exit(LocalWorld(command, 2, 'cpu', show='first', reported_codes=(1, 2)).run())"
+    )
+    done = run_command([sys.executable, "-c", launch], cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"rank 1 on {os.uname().nodename} failed" in done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "raise ValueError('the loss is a teapot')" in done.stderr
+
+
 def test_a_rank_that_ends_early_with_exit_code_zero_is_a_failure(program: Path) -> None:
     done = run_command([*TUTTI, "run", "-n", 3, program, "leave", 1])
     assert done.returncode == 1

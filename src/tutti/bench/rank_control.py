@@ -14,18 +14,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti.bench import Unsupported
 from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list, read_memory
 from tutti.machine.sysfs import SysFiles
 from tutti.measure.units import format_bytes, format_size
-from tutti.world.errors import UsageError
-from tutti.world.exchange import gather_json
+from tutti.world.errors import TIMEOUT, UsageError
+from tutti.world.exchange import RanksMissing, gather_json, gather_json_from_store
 from tutti.world.launchers import identify
 from tutti.world.rendezvous import shm_unavailable
 from tutti.world.world import World
 
 Result = TypeVar("Result")
+# A rank that failed waits this many seconds for ranks that may still be busy or may never return.
+_FAILED_TIMEOUT = 5.0
+_attempts = 0  # calls of try_on_all_ranks, the same number on every rank
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # ---- Barriers, errors and Ctrl-C ----
@@ -96,17 +100,33 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     """Run `action` on every rank. Return (result, ""), or (None, reason) if any rank failed.
 
     All ranks must call this function. Only exceptions that a backend raises for an unsupported call
-    are caught.
+    are caught. Ranks agree through the store and not in a collective, because other ranks may be
+    inside a collective of `action` and wait for the rank that failed: this rank then raises again.
     """
+    global _attempts
+    _attempts += 1
     result, reason = None, None
+    raised: Exception | None = None
     try:
         result = action()
     except (Unsupported, UsageError) as error:
-        reason = str(error)
+        reason, raised = str(error), error
     # torch raises these errors if a backend lacks an operation; waits raise them if a peer failed.
     except (RuntimeError, TypeError, ValueError, TimeoutError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    reasons = [message for message in gather_json(reason) if message is not None]
+        raised = error
+    store, timeout = _get_default_store(), TIMEOUT if raised is None else _FAILED_TIMEOUT
+    key, rank, size = f"tutti/attempt{_attempts}", dist.get_rank(), dist.get_world_size()
+    try:
+        found = gather_json_from_store(store, key, reason, rank, size, timeout)
+    except RanksMissing:
+        if raised is None:
+            raise
+        store.set(f"{key}/given-up", "")
+        raise raised from None
+    if raised is not None and store.check([f"{key}/given-up"]):
+        raise raised  # this rank failed late, because the rank that failed first has ended
+    reasons = [message for message in found if message is not None]
     return (None, reasons[0]) if reasons else (result, "")
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -147,7 +147,11 @@ def default_ranks(options: RankFlags) -> int:
 
 
 def start_ranks(
-    kind: str, arguments: Sequence[str], options: RankFlags, ranks: int | None = None
+    kind: str,
+    arguments: Sequence[str],
+    options: RankFlags,
+    ranks: int | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> int:
     """Run `tutti bench KIND` again in local ranks, and return the exit code."""
     return LocalWorld(
@@ -158,7 +162,7 @@ def start_ranks(
         show="first",
         grace=_GRACE_SECONDS,
         reported_codes=(1, 2),
-    ).run()
+    ).run(env)
 
 
 @dataclass

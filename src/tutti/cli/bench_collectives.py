@@ -9,9 +9,10 @@ from tutti.bench.collectives import BACKENDS
 from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
-from tutti.cli.results import check_writable, usage_error_on_rank_0
+from tutti.cli.results import Cases, check_writable, start_cases, usage_error_on_rank_0
 from tutti.measure.message_cost import OPERATIONS
 from tutti.measure.terminal import print_note, terminal_width
+from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.launch import LocalWorld
 
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> int:
         ranks = bench.default_ranks(options)
         LocalWorld(command, ranks, options.device).check()
         return run_mpirun(mpirun_command(ranks, command), terminal_width())
-    return bench.start_ranks("collectives", arguments, options)
+    return start_cases(lambda env: bench.start_ranks("collectives", arguments, options, env=env))
 
 
 def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
@@ -137,13 +138,17 @@ def _measure(
                 backends = list(with_grouped(backends, options.group, world.device))
             sweep = Sweep(backends, session.control, world, *settings)
             sweep.skipped += missing
+            cases = Cases.from_environment()
+            failed = [{"case": name, "error": error} for name, error in cases.crashed.items()]
+            finished = 0  # groups of cases
 
             def results() -> dict[str, Any]:
                 return {
                     "rows": sweep.rows,
                     "backends": {backend.name: backend.about for backend in backends},
                     "skipped": sweep.skipped,
-                    "complete": sweep.complete,
+                    "failed": failed,
+                    "complete": finished == len(groups),
                     "timing": "p50 over calls; the time of a call is that of its slowest rank",
                     "world": session.world_json,
                     "round_trips": latency.rows,
@@ -151,7 +156,7 @@ def _measure(
 
             planned = {**results(), "rows": sweep.planned_rows(groups)}
             session.check_planned_rows(planned, expectation)
-            if world.is_first:
+            if world.is_first and not failed:
                 session.print_ranks()
                 for backend in backends:
                     if backend.about:
@@ -166,14 +171,28 @@ def _measure(
                 table.add(measured)
                 session.save(results())
 
-            sweep.run(groups, report if world.is_first else lambda measured: None)
+            for group in groups:
+                name = f"{group[0].operation.name} of {format_size(group[0].bytes)}"
+                if name in cases.rows:
+                    sweep.rows += cases.rows[name]["rows"]
+                elif name not in cases.crashed:
+                    before = len(sweep.rows)
+                    with cases.running(name, world):
+                        sweep.run([group], report if world.is_first else lambda measured: None)
+                    if sweep.stopped:
+                        break
+                    if world.is_first:
+                        cases.add_row(name, {"rows": sweep.rows[before:]})
+                finished += 1
         latency.measure("after_ns")
         if world.is_first:
             if change := latency.change():
                 print_note(f"note: {change}")
             session.write(results())
+            for failure in failed:
+                print_note(f"{failure['case']} failed: {failure['error']}")
             _print_end(sweep)
-    wrong = any(row["wrong"] for row in sweep.rows)
+    wrong = bool(failed) or any(row["wrong"] for row in sweep.rows)
     return session.exit_code(results(), expectation, sweep.stopped, wrong)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tutti.bench.expectations import Expectation
 from tutti.bench.pairs import BUILTIN_PAIRS, PairEntry, Setting, select_pairs
 from tutti.cli import bench
+from tutti.cli.results import Cases, start_cases
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, text_width, wrap_line
 from tutti.measure.units import three_digits
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
     expectation = bench.expect_flag(options, "pairs", names)
     if bench.is_rank():
         return _measure(options, entries, expectation)
-    return bench.start_ranks("pairs", arguments, options)
+    return start_cases(lambda env: bench.start_ranks("pairs", arguments, options, env=env))
 
 
 def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation | None) -> int:
@@ -77,13 +78,14 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
         world = session.world
         budget = options.budget / 10 if options.quick else options.budget
         runs = PairedRuns(Setting(world, options.quick), session.control, budget, options.rounds)
+        cases = Cases.from_environment()
 
         def results() -> dict[str, Any]:
             return {
                 "rows": runs.rows,
                 "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
                 "quick": options.quick,
-                "complete": runs.complete,
+                "complete": len(runs.rows) == len(entries),
                 "world": session.world_json,
             }
 
@@ -91,17 +93,29 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
         planned = [{"name": entry.name, **ideal} for entry in entries]
         session.check_planned_rows({**results(), "rows": planned}, expectation)
         width = max(_NAME_WIDTH, *(len(entry.name) for entry in entries))
-        if world.is_first:
+        if world.is_first and not cases.crashed:
             session.print_ranks(with_backend=True)
             if options.quick:
                 print_note("note: with --quick, the workloads are too small for meaningful times")
             _print_head(width)
 
-        def report(row: dict[str, Any]) -> None:
-            _print_row(row, width)
-            session.save(results())
-
-        runs.run(entries, report if world.is_first else lambda row: None)
+        for entry in entries:
+            if entry.name in cases.rows:
+                runs.rows.append(
+                    cases.rows[entry.name]
+                )  # printed by ranks that were started before
+                continue
+            if entry.name in cases.crashed:
+                runs.add_failed(entry, cases.crashed[entry.name])
+            else:
+                with cases.running(entry.name, world):
+                    runs.run(entry)
+            if runs.stopped:
+                break
+            if world.is_first:
+                _print_row(runs.rows[-1], width)
+                session.save(results())
+                cases.add_row(entry.name, runs.rows[-1])
         wrong = sum(row["check"].startswith(("different", "failed")) for row in runs.rows)
         if world.is_first:
             session.write(results())

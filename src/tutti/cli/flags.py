@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -72,7 +73,8 @@ def _check_shared_flags(options: object) -> None:
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
     """Return the value of one flag without parsing the others, or None if the flag is missing."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in pairwise([*arguments, None]):
+        assert argument is not None
         if argument == flag and following is not None:
             value = following
         elif argument.startswith(f"{flag}="):

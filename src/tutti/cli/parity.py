@@ -3,6 +3,7 @@
 tutti parity --show-schedule prints the timeline of a pipeline schedule, simulated and measured.
 """
 
+import gc
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from tutti.cli.flags import check_at_least, flag_value, parse
-from tutti.cli.results import WorldFlags, check_writable, usage_error_on_rank_0, write_json
+from tutti.cli.results import (
+    Cases,
+    WorldFlags,
+    check_writable,
+    start_cases,
+    usage_error_on_rank_0,
+    write_json,
+)
 from tutti.parallel.layout import Layout, ParallelOptions, ScheduleName
 from tutti.parity.parity_options import ParityOptions, full_size_options, small_options
 from tutti.parity.tolerances import TOLERANCES
@@ -61,8 +69,10 @@ def main(arguments: list[str]) -> int:
     options, layouts = _read_flags(arguments, launched_ranks)
     check_writable("--json", options.json)
     if launched_ranks is None:
-        command = ["parity", *arguments]
-        return options.start_ranks(command, layouts[0].size, reported_codes=(1, 2))
+        command, ranks = ["parity", *arguments], layouts[0].size
+        return start_cases(
+            lambda env: options.start_ranks(command, ranks, env=env, reported_codes=(1, 2))
+        )
     return _check(options, layouts)
 
 
@@ -95,22 +105,36 @@ def _layouts(text: str, ranks: int | None) -> list[Layout]:
 
 def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti import comm
-    from tutti.parity.compare import ParityTable, check_layouts
+    from tutti.parity.compare import ParityTable, Reference, check_layout, crashed_row
     from tutti.parity.single_device import make_workload
     from tutti.train.init import agree
 
+    cases = Cases.from_environment()
     with options.join_world(options.backend) as world:
         with usage_error_on_rank_0(world):
             workload = agree(lambda: make_workload(options.recipe, options.settings, layouts))
-        title = _title(options, workload, world)
-        table = ParityTable(layouts, title) if world.is_first else None
+            if any(cases.is_new(str(layout)) for layout in layouts):
+                reference = Reference(workload, world)
+        table = ParityTable(layouts) if world.is_first else None
+        if table is not None and not cases.crashed:
+            table.print_head(_title(options, workload, world))
         rows: list[dict[str, Any]] = []
-        for row in check_layouts(workload, layouts, world):
-            rows.append(row)
+        for layout in layouts:
+            name = str(layout)
+            if name in cases.rows:
+                rows.append(cases.rows[name])  # ranks that were started before have printed it
+                continue
+            if name in cases.crashed:
+                rows.append(crashed_row(workload, layout, cases.crashed[name]))
+            else:
+                with cases.running(name, world):
+                    rows.append(check_layout(workload, layout, world, reference))
+                gc.collect()  # reference cycles of engines keep their process groups alive
             if table is not None:
-                table.add(row)
+                table.add(rows[-1])
                 # Write after each row, because the next layout may fail or be interrupted.
                 _write(options, workload, world, rows, complete=len(rows) == len(layouts))
+                cases.add_row(name, rows[-1])
         comm.gather_json(None)  # a barrier, so that no rank exits before rank 0 wrote the file
     verdicts = {row["ok"] for row in rows}
     if verdicts == {None} and world.is_first:

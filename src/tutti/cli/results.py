@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,9 @@ class WorldFlags:
     timeout: float | None = None
     """Seconds after which a collective fails (default: 600)."""
 
-    def start_ranks(self, command: Sequence[str], ranks: int, **more: Any) -> int:
+    def start_ranks(
+        self, command: Sequence[str], ranks: int, env: Mapping[str, str] | None = None, **more: Any
+    ) -> int:
         """Run `tutti COMMAND` as local ranks and return the exit code. `more` is for LocalWorld."""
         from tutti.world.launch import LocalWorld
 
@@ -39,7 +43,7 @@ class WorldFlags:
             ranks=ranks,
             device=self.device,
             **{"ranks_per_gpu": self.ranks_per_gpu, "show": "first", **more},
-        ).run()
+        ).run(env)
 
     def join_world(self, backend: str | None = None) -> "World":
         """Join the world that the launcher started, and return it."""
@@ -67,6 +71,91 @@ def usage_error_on_rank_0(world: "World") -> Iterator[None]:
         if world.is_first:
             raise
         raise SystemExit(2) from None
+
+
+# -- cases that crash ------------------------------------------------------------------------------
+
+_CASES_FILE = "TUTTI_CASES_FILE"
+_STOPPED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+
+
+def start_cases(start_ranks: Callable[[Mapping[str, str]], int]) -> int:
+    """Start ranks that run several cases; returns the exit code.
+
+    After a rank has crashed, the process groups of the other ranks cannot be used again. So if a
+    case crashes, its error becomes its row, and new ranks run the cases that are left.
+    """
+    with tempfile.TemporaryDirectory(prefix="tutti-cases-") as folder:
+        path = Path(folder, "cases.jsonl")
+        while True:
+            code = start_ranks({**os.environ, _CASES_FILE: str(path)})
+            if code in _STOPPED or not Cases(path).record_crash(code):
+                return code
+
+
+class Cases:
+    """The cases of a command, in a file that the ranks and the process that starts them share.
+
+    Each line of the file is a JSON object: {"begun": name}, {"error": text}, {"row": [name, row]}
+    or {"crashed": [name, text]}.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}  # of cases that earlier ranks have run, by name
+        self.crashed: dict[str, str] = {}  # name → error
+        self._path = path
+        self._begun: str | None = None
+        self._errors: list[str] = []  # of the last case
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        for kind, value in (item for line in lines for item in json.loads(line).items()):
+            if kind == "begun":
+                self._begun, self._errors = value, []
+            elif kind == "error":
+                self._errors.append(value)
+            else:
+                (self.rows if kind == "row" else self.crashed)[value[0]] = value[1]
+
+    @classmethod
+    def from_environment(cls) -> "Cases":
+        """The cases of the ranks that `start_cases` has started; empty under other launchers."""
+        path = os.environ.get(_CASES_FILE)
+        return cls(None if path is None else Path(path))
+
+    def is_new(self, name: str) -> bool:
+        return name not in self.rows and name not in self.crashed
+
+    @contextmanager
+    def running(self, name: str, world: "World") -> Iterator[None]:
+        """Context in which a rank runs a case: reports its begin, and the error that ends it."""
+        if world.is_first:
+            self._write("begun", name)
+        try:
+            yield
+        except Exception as error:
+            kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+            first_line = str(error).partition("\n")[0]
+            self._write("error", f"rank {world.rank}: {kind}{first_line}")
+            raise
+
+    def add_row(self, name: str, row: dict[str, Any]) -> None:
+        """Report the row of a case. Called on rank 0."""
+        self._write("row", [name, row])
+
+    def record_crash(self, code: int) -> bool:
+        """Record the error of the case that ended the ranks; returns whether there is one."""
+        if self._begun is None or not self.is_new(self._begun):
+            return False
+        error = [*self._errors, f"the ranks ended with exit code {code}"][0]
+        self._write("crashed", [self._begun, error])
+        return True
+
+    def _write(self, kind: str, value: Any) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({kind: value}) + "\n")
+
+
+# -- result files ----------------------------------------------------------------------------------
 
 
 def check_writable(flag: str, path: Path | None) -> None:

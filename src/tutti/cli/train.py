@@ -15,9 +15,10 @@ import tyro
 from tutti.cli.flags import flag_value, parse
 from tutti.cli.results import WorldFlags, usage_error_on_rank_0
 from tutti.machine.gpus import visible_gpu_count
+from tutti.models.config import OwnModelConfig
 from tutti.parallel.layout import Layout
 from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_recipe
-from tutti.train.recipe_check import check_flags_have_effect, check_recipe
+from tutti.train.recipe_check import check_flags_have_effect, check_recipe, unused_fields
 from tutti.train.run_directory import RunDirectory
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
@@ -49,8 +50,9 @@ class Train(WorldFlags):
 
     settings: Recipe
     recipe: str = "lenet"
-    """Recipe to train: lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base =
-    "NAME"."""
+    """Recipe to train: lenet, wideresnet, efficientnet, gpt, own (AdamW, for --model
+    package.module:function), or a TOML file that begins with base = "NAME" (default: own with a
+    --model of yours, else lenet)."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: the ranks of --layout, else those in the recipe
     file, else 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated list
@@ -74,8 +76,10 @@ class Train(WorldFlags):
     learning rate and each number in --ranks."""
 
     def run_directory(self) -> Path:
-        name = f"{Path(self.recipe).stem}-{strftime('%Y%m%d-%H%M%S')}"
-        return self.out or Path("runs") / name
+        name = Path(self.recipe).stem
+        if self.recipe in RECIPES and ":" in self.settings.model:
+            name = self.settings.model.rpartition(":")[2]
+        return self.out or Path("runs") / f"{name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
 def main(arguments: list[str]) -> int:
@@ -149,7 +153,8 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
     if name is None and out is not None and "--resume" in arguments:
         saved_recipe = Path(out) / "recipe.toml"
         name = str(saved_recipe) if saved_recipe.is_file() else None
-    name = "lenet" if name is None else name
+    if name is None:
+        name = "own" if ":" in (flag_value("--model", arguments) or "") else "lenet"
     base, ranks = read_recipe_and_ranks(name)
     # --layout has its own number of ranks, which replaces the number in the file.
     in_file = ranks is not None and flag_value("--layout", arguments) is None
@@ -178,9 +183,11 @@ def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
     # The synthetic images have the size of the dataset that they replace, unless --pixels is given.
     given = recipe.data.pixels != RECIPES[_built_in_recipe(recipe)].data.pixels
     pixels = 32 if recipe.data.dataset == "cifar100" and not given else recipe.data.pixels
+    # The inputs of a user's model are known only from a dataset.
+    dataset = recipe.data.dataset if recipe.architecture == OwnModelConfig() else "synthetic"
     return replace(
         recipe,
-        data=replace(recipe.data, dataset="synthetic", pixels=pixels),
+        data=replace(recipe.data, dataset=dataset, pixels=pixels),
         length=replace(recipe.length, evaluate=False, steps=steps),
     )
 
@@ -279,6 +286,7 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
     """Return all values as text, one line per section. Values from a file or a flag are marked."""
     built_in = RECIPES[_built_in_recipe(settings)]
+    unused = unused_fields(settings, benchmark=False)
     lines = [f"recipe {name}, model {settings.model}"]
     for section in fields(settings):
         if not is_dataclass(getattr(settings, section.name)):
@@ -290,9 +298,10 @@ def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
                 for recipe in (settings, base, built_in)
             )
             source = " (flag)" if value != in_file else " (file)" if in_file != in_recipe else ""
-            if value is not None or source:
+            if source or (value is not None and field.name not in unused):
                 values.append(f"{field.name}={value}{source}")
-        lines.append(f"  {section.name}: {', '.join(values)}")
+        if values:
+            lines.append(f"  {section.name}: {', '.join(values)}")
     return lines
 
 

@@ -201,3 +201,8 @@ class GPTConfig:
         """
         s = self.max_seq_len if seq_len is None else seq_len
         return 6 * self.matmul_parameters() + 12 * self.layers * self.dim * s
+
+
+@dataclass(frozen=True)
+class OwnModelConfig:
+    """A model of your own has no settings here: the function of --model defines its sizes."""

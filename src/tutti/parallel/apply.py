@@ -134,6 +134,13 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
                     f"layer {name} is torch's SyncBatchNorm, in which a rank without samples "
                     "cannot take part: use --sync-batchnorm, which replaces the layer"
                 )
+    if layout.data_ranks > 1 and not layout.only_replicas:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise UsageError(
+                    f"layout {layout}: parameter {name} is a scalar, which FSDP2 cannot shard: "
+                    f"give it the shape (1,), or use --layout dp{layout.size}"
+                )
     rules = techniques.rules
     if rules is None:
         rules = getattr(model, "sharding_rules", None)

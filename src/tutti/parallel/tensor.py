@@ -14,6 +14,7 @@ Inside the layers named in the sharding rules, weights and activations are DTens
 layers, activations are plain tensors that contain this rank's part.
 """
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -66,6 +67,9 @@ def tensor_parallel(
         if name not in layers:
             continue
         layer = layers[name]
+        # Registered first, because torch's own hooks read the input at position 0.
+        first = next(iter(inspect.signature(layer.forward).parameters), "")
+        layer.register_forward_pre_hook(partial(_input_first, name, first), with_kwargs=True)
         if role == "input":
             layer.register_forward_pre_hook(partial(_gather_input, stream, tp_mesh))
         elif role == "whole" or (role == "norm" and not sequence_parallel):
@@ -128,6 +132,20 @@ def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> to
     DTensor cannot read (torch 2.13). The next layer would have to wait for the collective anyway.
     """
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
+
+
+def _input_first(
+    name: str, first: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Pass the first parameter of forward by position, also if the caller passed it by keyword."""
+    if args:
+        return args, kwargs
+    if first not in kwargs:
+        raise UsageError(
+            f"sharding rules: {name} is called without its first parameter, {first or 'none'}: tp "
+            "splits this input, so forward must have it as a parameter and get a value for it"
+        )
+    return (kwargs[first],), {key: value for key, value in kwargs.items() if key != first}
 
 
 def _gather_input(stream: Any, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> Any:

@@ -4,7 +4,6 @@ The check runs the code of `tutti train`. Every rank compares the full tensors o
 which detects ranks with different values of one parameter.
 """
 
-import gc
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +31,8 @@ from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import agree, build_optimizer
 from tutti.train.recipe import Compute, Optimization
 from tutti.train.step import Step, Task
-from tutti.world.errors import UsageError
+from tutti.world.errors import RanksDiffer, UsageError
+from tutti.world.exchange import check_same
 from tutti.world.world import World
 
 Row = dict[str, Any]
@@ -88,7 +88,7 @@ def train_under_layout(
     step = Step(
         engine,
         optimizer,
-        Task(padded=workload.padded),
+        Task(padded=workload.padded, model=str(options.model)),
         Compute(precision=options.precision),
         workload.samples.inputs[:1].to(device),
         workload.microbatches(mesh.layout),
@@ -113,7 +113,9 @@ def train_under_layout(
         compared = {
             "gradients": _compare_all(recorder.gradients, record.gradients, tolerance.floor),
             "updates": _compare_all(updates, record.updates, update_floor),
-            "buffers": _compare_all(full_buffers, record.buffers, tolerance.floor, floating),
+            "buffers": _compare_all(
+                full_buffers, record.buffers, tolerance.floor, floating, finite_only=False
+            ),
             "clip_factor": recorder.clip_factor,
             "data_rank": mesh.data_rank,
         }
@@ -184,6 +186,8 @@ def _compare_all(
     reference: Mapping[str, Tensor],
     floor: float,
     floored: Collection[str] | None = None,
+    *,
+    finite_only: bool = True,
 ) -> list[Difference]:
     """Compare tensors by name. The floor applies to the names in `floored`, by default to all."""
     floored = reference.keys() if floored is None else floored
@@ -191,7 +195,11 @@ def _compare_all(
     min_scale = floor * max((float(value.abs().max()) for value in values), default=0.0)
     return [
         diagnosis.compare_tensors(
-            name, tensor, reference[name], min_scale if name in floored else 0.0
+            name,
+            tensor,
+            reference[name],
+            min_scale if name in floored else 0.0,
+            finite_only=finite_only,
         )
         for name, tensor in tensors.items()
     ]
@@ -225,17 +233,8 @@ def _merge(
 
 _COMPARED = (  # keys of a row that are null if the layout could not be compared
     *("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err", "buffer_rel_err"),
-    *("worst_parameter", "worst_role", "worst_buffer", "own_buffers", "diagnosis", "ok"),
+    *("worst_parameter", "worst_role", "worst_buffer", "own_buffers", "diagnosis"),
 )
-
-
-def check_layouts(workload: Workload, layouts: Sequence[Layout], world: World) -> Iterator[Row]:
-    """Yield a row for each layout, equal on all ranks. All ranks must call this function."""
-    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 must not use TF32
-    reference = Reference(workload, world)
-    for layout in layouts:
-        yield check_layout(workload, layout, world, reference)
-        gc.collect()  # reference cycles of engines keep their process groups alive
 
 
 class Reference:
@@ -244,10 +243,48 @@ class Reference:
     def __init__(self, workload: Workload, world: World) -> None:
         self.workload = workload
         self.world = world
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 must not use TF32
         device = world.device
-        scales = asdict(single_device.derive_scales(workload, device)) if world.is_first else None
-        self.scales = Scales(**comm.gather_json(scales)[0])
+
+        def derive() -> dict[str, float] | None:
+            if not world.is_first:
+                return None
+            try:
+                return asdict(single_device.derive_scales(workload, device))
+            except UsageError:
+                raise
+            except Exception as error:
+                problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise UsageError(
+                    f"{workload.options.model or 'the model'} fails on one device in float64, the "
+                    f"precision of the reference: {problem}: make the model work in float64"
+                ) from error
+
+        self.scales = Scales(**comm.gather_json(agree(derive))[0])
         self._records: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
+        self.weights_differ: str | None = None  # which rank has other initial weights
+        try:
+            check_same(world, model=workload.make_model())
+        except RanksDiffer as error:
+            self.weights_differ = str(error)
+        self._cause: str | None = None
+        self._cause_is_known = False
+
+    def cause(self) -> str | None:
+        """Return why no layout can agree with one device, or None if the model allows it.
+
+        Every rank runs the one-device checks. They take several steps, so call this method only
+        after a layout has failed. All ranks must call this method.
+        """
+        if self.weights_differ is not None:
+            return self.weights_differ
+        if not self._cause_is_known:
+            checks = single_device.OneDeviceChecks(self.workload, self.world.device)
+            found = comm.gather_json([checks.cause(), checks.loss, checks.gradient_norm])
+            self._cause = next((text for text, *_ in found if text is not None), None)
+            self._cause = self._cause or diagnosis.differing_ranks([each[1:] for each in found])
+            self._cause_is_known = True
+        return self._cause
 
     def records(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
         """Return the records of all steps with this optimizer. All ranks must call this method."""
@@ -291,7 +328,8 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
         try:
             engine = agree(lambda: make_engine(workload, layout, world))
         except UsageError as error:
-            return row | dict.fromkeys(_COMPARED) | {"not_applicable": str(error)}
+            nothing = {**dict.fromkeys(_COMPARED), "error": None, "ok": None}
+            return row | nothing | {"not_applicable": str(error)}
         records = reference.records(name, layout)
         trained = train_under_layout(engine, workload, name, reference.scales, records)
         results[name] = list(trained)
@@ -306,6 +344,8 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
     text = diagnosis.diagnose(results["sgd"], setting, tolerance)
     if text is None and (text := diagnosis.diagnose(results["adamw"], setting, tolerance)):
         text = f"with AdamW only: {text}"
+    if text is not None or reference.weights_differ is not None:
+        text = "; ".join(line for line in (reference.cause(), text) if line is not None)
     return row | {
         "loss_rel_err": max(step.loss.error for step in steps),
         "grad_rel_err": gradient.error,
@@ -317,17 +357,27 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
         "worst_buffer": buffer.name if buffer else None,
         "own_buffers": sorted({name for step in steps for name in step.own_buffers}),
         "diagnosis": text,
+        "error": None,
         "ok": text is None,
         "not_applicable": None,
     }
 
 
+def crashed_row(workload: Workload, layout: Layout, error: str) -> Row:
+    """Return the row of a layout that ended its ranks with an error."""
+    size = {"ranks": layout.size, "microbatches": workload.microbatches(layout)}
+    verdict = {"error": error, "ok": False, "not_applicable": None}
+    return {"layout": str(layout), **size, **dict.fromkeys(_COMPARED), **verdict}
+
+
 class ParityTable:
     """Prints a row for each layout as soon as it is compared, and why a layout failed."""
 
-    def __init__(self, layouts: Sequence[Layout], title: str) -> None:
+    def __init__(self, layouts: Sequence[Layout]) -> None:
         self._console = Console(highlight=False)
         self._width = max(6, *(len(str(layout)) for layout in layouts))
+
+    def print_head(self, title: str) -> None:
         self._console.print(Text(title))
         columns = " ".join(
             f"{name:>5}" for name in ("loss", "grad", "norm", "sgd", "adamw", "stats")
@@ -338,6 +388,9 @@ class ParityTable:
         layout = f"{row['layout']:<{self._width}}"
         if row["not_applicable"]:
             self._print(f"{layout} not applicable: {row['not_applicable']}")
+            return
+        if row["error"]:
+            self._print(f"{layout} ", ("FAILED", "red"), f": {row['error']}")
             return
         errors = [row[f"{name}_rel_err"] for name in ("loss", "grad", "norm")]
         errors += [*row["update_rel_err"].values(), row["buffer_rel_err"]]

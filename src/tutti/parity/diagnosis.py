@@ -97,11 +97,18 @@ def buffers_of_own_samples(
     return [name for name in differing(buffers for _, buffers in by_rank) if name not in within]
 
 
-def compare_tensors(name: str, a: Tensor, b: Tensor, min_scale: float) -> Difference:
-    """Compare two tensors. Errors are relative to max |b|, or to `min_scale` if that is larger."""
+def compare_tensors(
+    name: str, a: Tensor, b: Tensor, min_scale: float, *, finite_only: bool = True
+) -> Difference:
+    """Compare two tensors; errors are relative to max |b|, or to `min_scale` if that is larger.
+
+    The error of a tensor that is not finite is infinite. Without `finite_only`, infinities and NaN
+    of b must be at the same places in a, for example the -inf of a buffer with a causal mask.
+    """
     finite = b.isfinite()
-    if not finite.all():  # for example -inf in a causal mask, which must be equal in a
-        if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
+    if not finite.all():
+        equal = torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True)
+        if finite_only or not equal:
             return Difference(name, math.inf)
         a, b = a[finite], b[finite]
     if not b.numel():
@@ -111,6 +118,18 @@ def compare_tensors(name: str, a: Tensor, b: Tensor, min_scale: float) -> Differ
     factor = float((a * b).sum()) / squares if squares else 1.0
     error, residual = (float((a - f * b).abs().max()) / scale for f in (1.0, factor))
     return Difference(name, error, factor, residual)
+
+
+def differing_ranks(steps: Sequence[tuple[float, float]]) -> str | None:
+    """Compare each rank's loss and gradient norm of one step with the same weights and samples."""
+    for rank, step in enumerate(steps):
+        for what, own, first in zip(("loss", "gradient norm"), step, steps[0], strict=True):
+            if not math.isclose(own, first, rel_tol=1e-9):
+                return (
+                    f"from the same weights and samples, rank {rank} computes a {what} of "
+                    f"{own:.9g}, rank 0 of {first:.9g}: forward depends on the rank"
+                )
+    return None
 
 
 @dataclass(frozen=True)
@@ -295,6 +314,10 @@ def _equal_sizes(factor: float, setting: Setting) -> Iterator[str]:
         sizes["dp × shard"] = layout.data_ranks
     if layout.size not in sizes.values():
         sizes["all ranks"] = layout.size
+    if layout.data_ranks > 1:
+        axes = [axis for axis in ("dp", "shard") if layout.axes[axis] > 1]
+        name = " × ".join([*axes, "the microbatches"])
+        sizes[name] = layout.data_ranks * setting.microbatches
     if factor <= 0 or not math.isfinite(factor):
         return
     ratio = max(factor, 1 / factor)

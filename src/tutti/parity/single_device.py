@@ -6,10 +6,12 @@ optimizers.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from tutti.parity import parity_options
 from tutti.parity.parity_options import ParityOptions
 from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import build_model, load_dataset
-from tutti.train.step import IGNORED
+from tutti.train.step import IGNORED, as_model_dtype, check_outputs
 from tutti.world.errors import UsageError
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -98,6 +100,9 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
             f"--dataset {dataset.name} has {len(dataset.train)} samples, but this check needs "
             f"{batch + uneven}: use fewer --ranks, a smaller --microbatch or another dataset"
         )
+    with torch.no_grad():
+        outputs = model(as_model_dtype(samples.inputs[:2], model))
+    check_outputs(outputs, samples.targets[:2], recipe.model)
     if options.padded:
         targets = samples.targets.clone()
         if targets.dim() != 2:
@@ -126,7 +131,7 @@ def _forward_changes_buffers(model: nn.Module, samples: TensorSamples) -> bool:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if not before:
         return False
-    model.train()(samples.inputs[:2])
+    model.train()(as_model_dtype(samples.inputs[:2], model))
     return any(not torch.equal(before[name], after) for name, after in model.named_buffers())
 
 
@@ -148,7 +153,7 @@ def random_samples(model: nn.Module, count: int, options: ParityOptions) -> Tens
             "add --dataset package.module:function"
         )
     try:
-        outputs = model(inputs[:2])
+        outputs = model(as_model_dtype(inputs[:2], model))
     except Exception as error:
         kind = "numbers" if inputs.is_floating_point() else "tokens"
         raise UsageError(
@@ -156,12 +161,8 @@ def random_samples(model: nn.Module, count: int, options: ParityOptions) -> Tens
             f"derived from its first layer ({type(error).__name__}: {error}): add --dataset "
             "package.module:function"
         ) from None
-    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != 2:
-        raise UsageError(
-            f"--model {options.model} must return logits of shape (samples, …, classes): wrap the "
-            "model in a module that returns them"
-        )
-    shape = (count, *outputs.shape[1:-1])
+    shape = (count, *outputs.shape[1:-1]) if isinstance(outputs, Tensor) else (count,)
+    check_outputs(outputs, torch.zeros(2, *shape[1:], dtype=torch.int64), str(options.model))
     return TensorSamples(inputs, torch.randint(outputs.shape[-1], shape, generator=generator))
 
 
@@ -225,6 +226,11 @@ def derive_scales(workload: Workload, device: torch.device) -> Scales:
     _backward(model, *_step(workload, 0, device), microbatches=None)
     parameters = list(model.parameters())
     gradient_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if not math.isfinite(float(gradient_norm)):
+        raise UsageError(
+            f"{workload.options.model or 'the model'}: on one device, the gradient of the first "
+            "step is not finite, so nothing can be compared: check the model and its inputs"
+        )
     clip = 0.1 * float(gradient_norm)
     weights = float(nn.utils.get_total_norm([p.detach() for p in parameters]))
     count = sum(p.numel() for p in parameters)
@@ -299,6 +305,73 @@ def _backward(
         (loss / count).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach() / count)
     return total
+
+
+class OneDeviceChecks:
+    """Repeats the first step on one device. Each check shows one reason why layouts must differ."""
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._workload, self._device = workload, device
+        self.loss, self._gradient = self._step(self._model())
+        self.gradient_norm = float(self._gradient.norm())
+
+    def cause(self) -> str | None:
+        """Return the first reason that is found, or None."""
+        if difference := self._difference(self._model()):
+            return (
+                f"two steps on one device, with the same weights, samples and seeds, differ by "
+                f"{difference:.1g}: forward depends on the time, or on state outside of the model"
+            )
+        if difference := self._difference(self._model(), seed=1):
+            return (
+                f"two steps on one device, with the same weights and samples, but with other "
+                f"seeds, differ by {difference:.1g}: forward draws random numbers, which a layout "
+                "cannot repeat: switch them off for this check (dropout layers are off)"
+            )
+        model = self._model()
+        self._step(model)
+        if difference := self._difference(model):
+            return (
+                f"a second step on one device, without an update, differs by {difference:.1g}: "
+                "forward changes the model, such as a counter of calls"
+            )
+        if self._workload.batch_norms:
+            return None  # their samples are coupled, and layouts synchronise them
+        samples = self._workload.counts[0]
+        try:
+            difference = self._difference(self._model(), microbatches=samples)
+        except Exception:  # the model does not accept a single sample
+            return None
+        if difference:
+            return (
+                f"on one device, {samples} microbatches of one sample and one batch of {samples} "
+                f"differ by {difference:.1g}: the samples of a batch are coupled, such as by a "
+                "mean over the batch: compute each sample's output from this sample alone"
+            )
+        return None
+
+    def _model(self) -> nn.Module:
+        return self._workload.make_model().to(self._device, torch.float64).train()
+
+    def _step(self, model: nn.Module, seed: int = 0, microbatches: int = 1) -> tuple[float, Tensor]:
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        model.zero_grad()
+        inputs, targets = _step(self._workload, 0, self._device)
+        parts = list(torch.arange(len(inputs)).tensor_split(microbatches))
+        loss = _backward(model, inputs, targets, parts)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad for p in trained]
+        return loss, torch.cat([gradient.flatten() for gradient in gradients])
+
+    def _difference(self, model: nn.Module, seed: int = 0, microbatches: int = 1) -> float:
+        """Return the relative difference from the first step; 0 if rounding explains it."""
+        loss, gradient = self._step(model, seed, microbatches)
+        scale = float(self._gradient.abs().max()) or 1.0
+        of_loss = abs(loss - self.loss) / (abs(self.loss) or 1.0)
+        difference = max(of_loss, float((gradient - self._gradient).abs().max()) / scale)
+        return 0.0 if difference <= TOLERANCES["float64"].gradient else difference
 
 
 def _step(workload: Workload, number: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step
 from tutti.train.init import agree, build_meta_model, load_dataset
 from tutti.train.recipe import Recipe, read_recipe, with_values
 from tutti.train.same_data import check_same_dataset
-from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype
+from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype, check_outputs
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -230,6 +230,7 @@ class Predictor:
                     with torch.autocast(self.world.device.type, autocast, enabled=bool(autocast)):
                         outputs = self.engine.infer(inputs, self.example)
                     if outputs is not None and has_outputs:
+                        check_outputs(outputs, targets, self.trained_run.recipe.model)
                         new_lines, new_sums = prediction_lines(first, outputs, targets)
                         lines += new_lines
                         sums += new_sums

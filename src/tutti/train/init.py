@@ -12,12 +12,19 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from tutti import data
 from tutti.data import DataError
 from tutti.data.dataset import Dataset
 from tutti.data.dataset_files import DATASETS
-from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
+from tutti.models.config import (
+    EfficientNetConfig,
+    GPTConfig,
+    LeNetConfig,
+    OwnModelConfig,
+    WideResNetConfig,
+)
 from tutti.parallel.materialize import ModuleInit, Weights, build_on_meta
 from tutti.train.recipe import Architecture, Optimization, Recipe
 from tutti.train.recipe_check import check_function, check_sizes, search_current_directory
@@ -59,7 +66,9 @@ def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weigh
     """Return the recipe's model on meta, its initial weights, and a note for the user or None."""
     make = _model_maker(recipe, dataset)  # reads the dataset, so not on the meta device
     if recipe.model not in _MODELS:
-        return build_on_meta(make, recipe.length.seed)
+        built = build_on_meta(make, recipe.length.seed)
+        _check_dtypes(built[0], recipe)
+        return built
     with torch.device("meta"):
         model = make()
     return model, ModuleInit(model, recipe.length.seed), None
@@ -79,6 +88,7 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
             if not isinstance(model, nn.Module):
                 kind = type(model).__name__
                 raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
+            _check_parameters(model, f"--model {recipe.model}")
             return model
 
         return make
@@ -93,6 +103,47 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     return partial(getattr(importlib.import_module(module), name), architecture)
+
+
+def _check_parameters(model: nn.Module, flag: str) -> None:
+    """Raise UsageError for parameters that the engines, optimizers or checkpoints cannot handle."""
+    for name, parameter in model.named_parameters():
+        problem = None
+        if is_lazy(parameter):
+            problem = "is lazy, so its size is unknown: give the sizes of its layer, or run one "
+            problem += "forward in the function"
+        elif parameter.layout != torch.strided:
+            problem = f"is sparse ({parameter.layout}): use a dense parameter"
+        elif parameter.is_complex():
+            problem = f"is complex ({parameter.dtype}): use a real parameter with a last dim of 2, "
+            problem += "and torch.view_as_complex in forward"
+        if problem is not None:
+            raise UsageError(f"{flag}: parameter {name} {problem}")
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise UsageError(f"{flag}: layer {name} has sparse gradients: build it without sparse")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            f"{flag}: {type(model).__name__} has no parameter that requires a gradient, so there "
+            "is nothing to train"
+        )
+
+
+def _check_dtypes(model: nn.Module, recipe: Recipe) -> None:
+    """Raise UsageError if training would change the dtype of a parameter to a narrower or wider."""
+    allowed = {torch.float32}
+    if recipe.compute.precision == "float64":
+        allowed |= {torch.float64}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            cure = "add --precision float64, or return model.float()"
+            if parameter.dtype != torch.float64:
+                cure = "return model.float(), and use --precision bf16 or fp16 to compute in 16 "
+                cure += "bits with float32 parameters"
+            raise UsageError(
+                f"--model {recipe.model}: parameter {name} is {parameter.dtype}, but --precision "
+                f"{recipe.compute.precision} trains {' or '.join(map(str, allowed))}: {cure}"
+            )
 
 
 def fit(recipe: Recipe, dataset: Dataset) -> Architecture:
@@ -112,6 +163,7 @@ def fit(recipe: Recipe, dataset: Dataset) -> Architecture:
             vocab_size=max(vocabulary, architecture.vocab_size),
             max_seq_len=max(architecture.max_seq_len, shape[0]),
         )
+    assert not isinstance(architecture, OwnModelConfig)
     if len(shape) != 3:
         problem = f"this model needs images, but dataset {dataset.name} has inputs of shape {shape}"
         raise UsageError(f"{problem}: use another --dataset")
@@ -162,6 +214,11 @@ def _load_dataset(recipe: Recipe) -> Dataset:
         return data.token_dataset(options.data_dir, options.seq_len)
     if name == "synthetic":
         sizes = recipe.architecture
+        if isinstance(sizes, OwnModelConfig):
+            raise UsageError(
+                f"--dataset synthetic: the inputs of --model {recipe.model} are not known: use "
+                "--dataset package.module:function"
+            )
         if isinstance(sizes, GPTConfig):
             return data.synthetic_text_dataset(options.seq_len, sizes.vocab_size)
         shape = (sizes.channels, options.pixels, options.pixels)

@@ -13,11 +13,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
+from tutti.models.config import (
+    EfficientNetConfig,
+    GPTConfig,
+    LeNetConfig,
+    OwnModelConfig,
+    WideResNetConfig,
+)
 from tutti.parallel.layout import EngineOptions, ParallelOptions, Recompute
 from tutti.world.errors import UsageError, closest_name, did_you_mean
 
-Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig
+Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig | OwnModelConfig
 
 
 @dataclass(frozen=True)
@@ -267,7 +273,7 @@ def _checked(value: Any, kind: Any, key: str) -> Any:
 
 def _built_in_recipes() -> dict[str, Recipe]:
     file = Path(__file__).with_name("recipes.toml")
-    kinds = (LeNetConfig, WideResNetConfig, EfficientNetConfig, GPTConfig)
+    kinds = (LeNetConfig, WideResNetConfig, EfficientNetConfig, GPTConfig, OwnModelConfig)
     return {
         name: _apply(Recipe(model=name, architecture=kind()), values, f"{file}: {name}")
         for kind, (name, values) in zip(kinds, tomllib.loads(file.read_text()).items(), strict=True)

@@ -23,7 +23,7 @@ from tutti.data.dataset_files import (
     TEXT_DATASETS,
     check_files,
 )
-from tutti.models.config import GPTConfig, LeNetConfig, WideResNetConfig
+from tutti.models.config import GPTConfig, LeNetConfig, OwnModelConfig, WideResNetConfig
 from tutti.parallel.layout import (
     Layout,
     check_divides,
@@ -79,7 +79,7 @@ def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
 
 def check_flags_have_effect(recipe: Recipe, base: Recipe, benchmark: bool) -> None:
     """Refuse values that differ from those in `base` and that the recipe does not use."""
-    for name, condition in _unused(recipe, benchmark).items():
+    for name, condition in unused_fields(recipe, benchmark).items():
         for section in fields(recipe):
             value, before = (getattr(getattr(r, section.name), name, None) for r in (recipe, base))
             if value != before:
@@ -89,7 +89,7 @@ def check_flags_have_effect(recipe: Recipe, base: Recipe, benchmark: bool) -> No
                 )
 
 
-def _unused(recipe: Recipe, benchmark: bool) -> dict[str, str]:
+def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
     """Return the fields that this recipe does not use, each with the flag that is the reason."""
     data, optimization, length = recipe.data, recipe.optimization, recipe.length
     own_model, synthetic = recipe.model not in RECIPES, data.dataset == "synthetic"
@@ -148,6 +148,8 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     model = recipe.model
+    if model == "own":
+        raise UsageError("--recipe own needs your model: add --model package.module:function")
     if model not in RECIPES:
         check_function(model, "--model", tuple(RECIPES))
     elif type(RECIPES[model].architecture) is not type(recipe.architecture):
@@ -169,6 +171,13 @@ def _check_model(recipe: Recipe) -> None:
 
 def _check_dataset(recipe: Recipe) -> None:
     data = recipe.data
+    if not data.dataset or (
+        data.dataset == "synthetic" and isinstance(recipe.architecture, OwnModelConfig)
+    ):
+        raise UsageError(
+            f"--model {recipe.model} needs data: add --dataset package.module:function, which "
+            "returns (train, test)"
+        )
     if data.dataset not in DATASETS:
         check_function(data.dataset, "--dataset", DATASETS)
     try:
@@ -261,7 +270,9 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
         )
     if data.dataset in ("stdlib", "text", "tokens", "synthetic") and isinstance(config, GPTConfig):
         needs[f"a batch of {rank_batch} × --seq-len {data.seq_len}"] = 8 * rank_batch * data.seq_len
-    elif data.dataset in ("digits", "synthetic") and not isinstance(config, GPTConfig):
+    elif data.dataset in ("digits", "synthetic") and not isinstance(
+        config, GPTConfig | OwnModelConfig
+    ):
         digits = data.dataset == "digits"
         count, channels = (1797, 1) if digits else (rank_batch, config.channels)
         described = f"{count} images of {channels} × --pixels {data.pixels}²"
@@ -284,6 +295,8 @@ def _least_parameters(config: Architecture, pixels: int) -> int:
     if isinstance(config, WideResNetConfig):  # the 3 × 3 convolutions of the last stage
         width = 64 * config.width
         return 9 * width**2 * config.blocks_per_stage + width * config.classes
+    if isinstance(config, OwnModelConfig):
+        return 0
     return 1280 * config.classes + 24 * 9 * config.channels
 
 

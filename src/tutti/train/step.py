@@ -8,7 +8,7 @@ A step does not wait for the device: no `.item()`, no branch on a tensor. The lo
 tensor, and its value is read many steps later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ from tutti.parallel.grad_norm import clip_by_global_norm
 from tutti.parallel.tensor import loss_context
 from tutti.train.recipe import Compute
 from tutti.train.telemetry import StepTimer
+from tutti.world.errors import UsageError
 
 IGNORED = -100  # the target of a token that adds no loss: cross_entropy's default ignore_index
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,9 +39,12 @@ class Task:
 
     padded: bool = False
     """Whether targets contain IGNORED."""
+    model: str = ""
+    """--model, for error messages."""
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of cross entropies in nats, computed in float32 or wider."""
+        check_outputs(outputs, targets, self.model)
         logits = outputs.flatten(0, -2)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -69,6 +73,39 @@ class Task:
         count = self.count(targets)
         all_reduce(count, group=group)
         return count
+
+
+def check_outputs(outputs: object, targets: Tensor, model: str) -> None:
+    """Raise UsageError unless the outputs are logits for targets that are class indices.
+
+    The logits have the shape of the targets and a last dim of classes. Reads no values.
+    """
+    if not isinstance(outputs, Tensor):
+        keys = [str(key) for key in outputs] if isinstance(outputs, Mapping) else []
+        found = type(outputs).__name__
+        if keys:
+            found += f" with {', '.join(keys)}"
+        elif isinstance(outputs, tuple | list):
+            found += f" of {', '.join(type(part).__name__ for part in outputs)}"
+        logits = "outputs.logits" if hasattr(outputs, "logits") else "only the logits"
+        if "logits" in keys and not hasattr(outputs, "logits"):
+            logits = 'outputs["logits"]'
+        cure = f"wrap the model in a module whose forward returns {logits}"
+    elif targets.dtype not in (torch.int64, torch.uint8):
+        raise UsageError(
+            f"--dataset: targets have dtype {targets.dtype}; the loss is cross entropy, which "
+            "needs class indices: return targets.long(), or train in your own loop "
+            "(tutti.parallelize)"
+        )
+    elif outputs.dim() > 0 and outputs.shape[:-1] == targets.shape:
+        return
+    else:
+        found = f"a tensor of shape {tuple(outputs.shape)}"
+        cure = "return one logit per class in the last dim"
+        if outputs.dim() > 2 and (outputs.shape[0], *outputs.shape[2:]) == targets.shape:
+            cure = "move the classes to the last dim: return outputs.movedim(1, -1)"
+    classes = ", ".join([*map(str, targets.shape), "classes"])
+    raise UsageError(f"--model {model} returned {found}, expected logits ({classes}): {cure}")
 
 
 class Step:

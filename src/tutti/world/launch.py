@@ -332,6 +332,8 @@ class Supervisor:
             if summary and not is_shown:
                 _report(f"{name} failed: {summary}")
                 print(details, end="", file=sys.stderr, flush=True)
+            elif not summary:
+                self._print_hidden_traceback()
             return code
         were = "was" if count == 2 else "were"
         others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""
@@ -344,6 +346,15 @@ class Supervisor:
             return 1
         return failed.code if failed.code > 0 else 128 - failed.code
 
+    def _print_hidden_traceback(self) -> None:
+        """Print the traceback of a hidden rank that failed outside of a world, so has no report."""
+        for rank, stream in sorted(self._output.errors.items()):
+            if stream.has_traceback and not self._output.shows(rank):
+                _report(f"rank {rank} failed:")
+                text = b"".join(stream.tail).decode(errors="replace")
+                print(text, end="", file=sys.stderr, flush=True)
+                return
+
     def _find_failed(self, first: _Rank) -> tuple[_Rank, str, str]:
         """Return the rank that failed first, with the summary and details of its failure.
 
@@ -353,11 +364,17 @@ class Supervisor:
         """
         if first.code is not None and first.code < 0:
             return first, "", ""  # killed before this process sent any signal
-        for rank in [first, *self._ranks]:
-            if rank.report.exists():
-                report = json.loads(rank.report.read_text())
-                return self._ranks[report["rank"]], report["summary"], report["details"]
-        return first, "", ""
+        reports = {
+            rank.number: json.loads(rank.report.read_text())
+            for rank in [first, *self._ranks]
+            if rank.report.exists()
+        }
+        if not reports:
+            return first, "", ""
+        report = next(iter(reports.values()))
+        failed = report["rank"]
+        # Only the report of the failed rank itself has the details: the traceback.
+        return self._ranks[failed], report["summary"], reports.get(failed, report)["details"]
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -416,6 +433,7 @@ class Stream:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self.hide_interrupts = False
+        self.has_traceback = False
         self._prefix, self._shown_on, self._log = prefix.encode(), shown_on, log
         self._rest = b""
         self._held: list[bytes] = []  # lines of a traceback after Ctrl-C
@@ -433,6 +451,7 @@ class Stream:
 
     def _forward(self, line: bytes) -> None:
         self.tail.append(line)
+        self.has_traceback |= line.startswith(_TRACEBACK_STARTS)
         try:
             if self._log is not None:
                 self._log.write(line)

@@ -8,7 +8,7 @@ the median of the ratios, and its spread is the interval between their quartiles
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -30,6 +30,7 @@ _MAX_CALLS = 1000
 # One untimed call before each turn warms up caches and threads, unless calls are longer than this.
 _LONG_CALL_SECONDS = 0.05
 
+_STATISTICS = ("baseline_ms", "optimized_ms", "speedup", "spread")
 Row = dict[str, Any]
 Result = TypeVar("Result")
 Snapshot = tuple[list[Tensor], str]
@@ -53,24 +54,22 @@ class PairedRuns:
     max_rounds: int
     rows: list[Row] = field(default_factory=list)
     stopped: bool = False
-    complete: bool = False  # whether every pair was measured
 
-    def run(self, entries: Iterable[PairEntry], report: Callable[[Row], None]) -> None:
-        """Measure all pairs. `report` is called with the row of each pair.
-
-        All ranks must call this method.
-        """
-        for entry in entries:
-            row = self._measure(entry)
-            if self.stopped:
-                return
+    def run(self, entry: PairEntry) -> None:
+        """Measure a pair, and add its row unless a rank was stopped. All ranks must call this."""
+        row = self._measure(entry)
+        if not self.stopped:
             self.rows.append(row)
-            report(row)
-        self.complete = True
+
+    def add_failed(self, entry: PairEntry, error: str) -> None:
+        """Add the row of a pair that ended ranks which were started before."""
+        check = f"failed: {error.replace('failed: ', '', 1)}"
+        named = {"name": entry.name, "about": entry.about}
+        self.rows.append({**named, **dict.fromkeys(_STATISTICS), "check": check})
 
     def _measure(self, entry: PairEntry) -> Row:
         named = {"name": entry.name, "about": entry.about}
-        no_statistics = dict.fromkeys(("baseline_ms", "optimized_ms", "speedup", "spread"))
+        no_statistics = dict.fromkeys(_STATISTICS)
         pair, error = _try_on_all_ranks(lambda: entry.make(self.setting))
         if pair is None:
             return {**named, **no_statistics, "check": error}
