@@ -274,9 +274,12 @@ def straggler_rows(
         lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
         share = fmean(costs) / length
         late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
+        # If few steps have two thirds of the cost, small delays in the other steps are chance.
+        large = [step for step in late if cost_of_step[step] > max(costs) / 2]
+        few = len(large) <= len(costs) / 2
+        if few and sum(cost_of_step[step] for step in large) > 2 / 3 * sum(costs):
+            late = large
         steady = len(late) > len(costs) / 2
-        if not steady:  # ignore small delays by chance
-            late = [step for step in late if cost_of_step[step] > max(costs) / 2]
         waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)
         for step in others:
             waited[str(step.rank)] += step.waited_for.get(rank, 0.0)
