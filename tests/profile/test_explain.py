@@ -138,7 +138,7 @@ def test_traces_without_a_rank_get_the_free_ranks(tmp_path: Path) -> None:
 
 def test_a_straggler_in_every_fifth_step_has_a_period(tmp_path: Path) -> None:
     """Rank 1 is 400 µs late in steps 3, 8 and 13 of 15, and 30 or 40 µs in all others."""
-    late = {n: 30.0 for n in range(15)} | {3: 400.0, 8: 400.0, 13: 400.0, 5: 40.0}
+    late = dict.fromkeys(range(15), 30.0) | {3: 400.0, 8: 400.0, 13: 400.0, 5: 40.0}
     files = []
     for rank in range(2):
         events = []
