@@ -283,7 +283,7 @@ class Trainer:
         if self._saves and self.checkpoints.failed:
             step, reason = max(self.checkpoints.failed.items())
             count = len(self.checkpoints.failed)
-            reasons.insert(0, f"{count} checkpoints, the last at step {step}: {reason}")
+            reasons.insert(0, f"{count} checkpoint{'s' * (count > 1)} (step {step}: {reason})")
         return Outcome(summary, stopped, reasons)
 
     def _steps_to_next_event(self) -> int:
