@@ -42,10 +42,14 @@ def parse(
         raise SystemExit(0)
     flags = [flag for _, section in flag_sections(kind, default) for flag in section]
     optional_switches = {flag.name for flag in flags if flag.hint == bool | None}
+    switches = optional_switches | {flag.name for flag in flags if flag.hint is bool}
     tyro_arguments: list[str] = []
     for argument in arguments:
         # tyro needs a value after a `bool | None` flag, so --reshard becomes --reshard True.
         name = re.sub("^--no-", "--", argument)
+        if "=" in name and name.partition("=")[0] in switches:
+            flag, _, value = argument.partition("=")
+            raise UsageError(f"{flag} takes no value, got {value!r}. Use {flag} alone.")
         is_switch = name in optional_switches
         tyro_arguments += [name, str(name == argument)] if is_switch else [argument]
     options: dict[str, Any] = {"prog": program, "args": tyro_arguments}
