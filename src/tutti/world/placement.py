@@ -86,7 +86,7 @@ def refuse_more_ranks_than_gpus(ranks: int, gpus: int, ranks_per_gpu: int, host:
     if ranks > capacity:
         raise UsageError(
             f"{host} has {ranks} ranks, but {gpus} GPU{'s' * (gpus != 1)} × {ranks_per_gpu} per "
-            f"GPU = {capacity}. Use {capacity} ranks, --ranks-per-gpu {-(-ranks // gpus)} or "
+            f"GPU = {capacity}. Use --ranks {capacity}, --ranks-per-gpu {-(-ranks // gpus)} or "
             "--device cpu."
         )
 
