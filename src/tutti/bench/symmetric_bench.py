@@ -452,6 +452,6 @@ def _numbered_row(index: int) -> Tensor:
 
 
 def _barrier_on_host(heap: Heap) -> None:
-    # Names are looked up on the host, and heap.barrier() alone may only order the streams.
+    # The host looks up names, so it must also wait: on a GPU heap.barrier() only orders streams.
     heap.barrier()
     heap.quiet()

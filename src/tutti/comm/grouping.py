@@ -204,7 +204,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
-    # (end, operation) of the span that ends last, among all spans and among written spans.
+    # (end, operation number) of the span with the highest end so far: `furthest` among all spans,
+    # `written` among the spans that an operation writes.
     furthest = written = (0, -1)
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):

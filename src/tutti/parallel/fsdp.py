@@ -65,8 +65,8 @@ def shard(
         if not mean:
             module.set_gradient_divide_factor(1.0)
     # While a block computes, the next `prefetch` blocks are gathered in forward, and the previous
-    # `prefetch` blocks in backward. torch would choose the blocks of an empty backward list itself,
-    # so an empty list is replaced by the block, which has no effect.
+    # `prefetch` blocks in backward. If the backward list is empty, torch chooses blocks itself. So
+    # to prefetch nothing, the list contains only the block itself, which is already gathered.
     units: list[FSDPModule] = [module for module in sharded if module is not model]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.prefetch])

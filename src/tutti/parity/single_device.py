@@ -308,7 +308,7 @@ def _backward(
 
 
 class OneDeviceChecks:
-    """Repeats the first step on one device. Each check shows one reason why layouts must differ."""
+    """Repeats the first step on one device, to find why no layout can equal one device."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._workload, self._device = workload, device
@@ -336,7 +336,8 @@ class OneDeviceChecks:
                 "forward changes the model, such as a counter of calls"
             )
         if self._workload.batch_norms:
-            return None  # their samples are coupled, and layouts synchronise them
+            # Batch norms couple samples, but layouts synchronise batch norms: no cause.
+            return None
         samples = self._workload.counts[0]
         try:
             difference = self._difference(self._model(), microbatches=samples)

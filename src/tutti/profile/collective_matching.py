@@ -126,7 +126,8 @@ def name_axes(trace: RankTrace) -> None:
     for collective in trace.collectives:
         group = trace.groups.get(collective.group, {})
         if collective.group.startswith("tutti "):
-            # The label of a tutti.comm group is its description, which groups on other ranks share.
+            # A tutti.comm group is labelled with its description. Different groups on other ranks
+            # can have the same description.
             name = collective.group.removeprefix("tutti ")
             described = by_description.get("default_pg" if name == "default" else name)
             group = described or trace.groups.get(name.removeprefix("group-"), {})
@@ -144,7 +145,8 @@ def _axes_present(trace: RankTrace) -> set[str]:
         if (axis := _named_axis(str(group.get("pg_desc", "")))) is not None
     }
     large = {axis for axis, size in sizes.items() if size > 1}
-    # An axis with all ranks uses the default group, so it is the only axis without its own group.
+    # If one axis contains all ranks, it uses the default group, and all other axes have groups of
+    # one rank. So the axis without a named group is the one with all ranks.
     unnamed = set(_AXES.values()) - set(sizes)
     return unnamed if not large and len(unnamed) == 1 else large
 

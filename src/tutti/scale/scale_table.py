@@ -23,7 +23,7 @@ _CAUSES = {
     "bubble": ("pipeline bubble", "a stage waits for another stage"),
     "input": ("input", "the program waits for its data loader"),
     "compute": ("slower compute", "ranks share cores, caches or memory, or batches are small"),
-    "gaps": ("host gaps", "nothing recorded runs: Python, launches, other programs"),
+    "gaps": ("host gaps", "no recorded operation runs, because of Python, launches or others"),
     "rest": ("code around operators", "autograd's engine, DDP's reducer, copies"),
     "slow_steps": ("slow steps", "some steps take much longer than the others"),
 }
@@ -185,10 +185,12 @@ def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
     yield f"{title}: efficiency {values} ranks"
     limits = []
     for limit, ranks in forecast["below"].items():
-        when = f"not up to {MAX_RANKS} ranks"
-        if ranks is not None:
-            when = f"{'already ' * (ranks <= rows[-1]['ranks'])}with {ranks} ranks"
-        limits.append(f"below {100 * float(limit):.0f} % {when}")
+        below = f"below {100 * float(limit):.0f} %"
+        if ranks is None:
+            limits.append(f"not {below} up to {MAX_RANKS} ranks")
+        else:
+            already = "already " * (ranks <= rows[-1]["ranks"])
+            limits.append(f"{below} {already}with {ranks} ranks")
     yield f"{title}: {', '.join(limits)}"
     yield forecast["reason"]
 

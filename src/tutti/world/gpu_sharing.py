@@ -29,8 +29,9 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # The caching allocator of one process cannot use free blocks of another: in a training of
-        # 4.8 B parameters on eight ranks, each rank had 1 to 3 GiB reserved and unused.
+        # Without expandable segments, an allocator reserves memory that it does not use and that
+        # other processes on the GPU cannot use: 1 to 3 GiB on each of eight ranks that trained a
+        # model of 4.8 B parameters.
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if one_machine:
         variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -39,7 +40,10 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
 
 @contextmanager
 def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
-    """Run a private MPS daemon in the block. Yield the variables of its users, or {}."""
+    """Run a private MPS daemon during the block.
+
+    Yield the environment variables that its users need, or {} if the daemon does not start.
+    """
     variables = {
         "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
@@ -49,7 +53,7 @@ def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
         if shutil.which(_CONTROL) is None:
             problem = f"{_CONTROL} is not installed"
         else:
-            # A signal during the start could end the start before all processes can be found.
+            # An interrupted start could leave processes that _stop_mps does not find.
             with _signals_blocked():
                 try:
                     for folder in variables.values():

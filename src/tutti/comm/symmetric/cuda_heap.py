@@ -1,9 +1,9 @@
 """The memory of a heap on NVIDIA GPUs: one block of torch's symmetric memory per rank.
 
-All calls are enqueued on the current stream and run in stream order. Memory order: a signal is
-stored with release at system scope by a kernel that follows the put on its stream, and awaited with
-acquire, so work that follows the wait on the waiting stream sees the data that was put. Streams of
-one rank are ordered only by events.
+All calls are enqueued on the current stream and run in stream order. Memory order: after a put, a
+kernel on the same stream stores the signal with a system-scope release. A wait for the signal is an
+acquire. So work that follows the wait on the stream of the wait sees the data of the put. Streams
+of one rank are ordered only by events.
 
 A wait runs on the GPU and cannot raise. After its timeout it sets a flag and lets the stream
 continue; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
@@ -232,14 +232,17 @@ class CudaMemory:
         self.stream_barrier(channel, "a barrier")
 
     def stream_barrier(self, channel: int, what: str) -> None:
-        """Enqueue a barrier of the current streams of all ranks. Collectives use CHANNELS."""
+        """Enqueue a barrier between the current streams of all ranks.
+
+        Users have the channels below CHANNELS; collectives use the channel CHANNELS.
+        """
         arrivals = self._arrivals_at + 8 * channel * self.size
         count = self._counts_at + 8 * channel
         words = (self._table.data_ptr(), self.rank, self.size, arrivals, count)
         self._launch_barrier(*words, self.timeout, what)
 
     def agree(self, call: str) -> None:
-        # The stream may still use memory that is freed or reused.
+        # Queued work on the stream may use memory that the caller frees or reuses after this call.
         self.quiet()
         HeapRendezvous.check_same_calls(self._rendezvous.exchange(call))
 

@@ -324,7 +324,7 @@ class Padding:
                 norm.forward = partial(self._forward, norm, name, norm.forward)
 
     def begin_step(self, real: Sequence[int], microbatches: int) -> None:
-        """Set the number of real samples in each microbatch. Others are empty on all ranks."""
+        """Set the numbers of real samples of the first microbatches; the rest have no samples."""
         self._real = [*real, *[None] * (microbatches - len(real))]
 
     @contextmanager

@@ -61,7 +61,7 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     aliases: Mapping[str, str]
-    """Maps the name of each parameter that is a copy to the name of the original."""
+    """Maps a tied parameter on a later pipeline stage to the name under which it is saved."""
 
     def model_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters and persistent buffers with their names, without cloning.
