@@ -78,7 +78,7 @@ def test_a_difference_names_the_ranks_both_calls_and_both_lines() -> None:
     assert "ranks 1, 2: all_gather of [3] float32" in reports["kind"]
     assert "rank 0: barrier at" in reports["barrier"]
     assert "rank 2 sends 2 elements to rank 1" in reports["splits"]
-    assert "which expects 4 (out_splits at" in reports["splits"]
+    assert "expects 4 (out_splits at" in reports["splits"]
     assert "ranks of group group-1 call different" in reports["group"]
 
 

@@ -115,7 +115,7 @@ def test_a_model_with_a_loaded_state_has_the_same_outputs(name: str) -> None:
         (lambda: GPTConfig(dim=100, heads=12), "100 / 12 = 8.33333.*Use dim 120"),
         (lambda: GPTConfig(dim=12, heads=4), "12 / 4 = 3.*Use dim 16"),
         (lambda: GPTConfig(heads=4, kv_heads=3), "kv_heads 3.*divides 4"),
-        (lambda: GPTConfig(kv_heads=0), "key_value_heads.*got 0"),
+        (lambda: GPTConfig(kv_heads=0), "kv_heads.*got 0"),
     ],
 )
 def test_invalid_settings_are_named_in_the_error(make, message) -> None:  # type: ignore[no-untyped-def]

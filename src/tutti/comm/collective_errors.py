@@ -221,8 +221,8 @@ def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) 
             if count != expected:
                 raise RanksDiffer(
                     f"all_to_all of group {comm_group.label}: rank {source} sends {count} elements "
-                    f"to rank {target} (in_splits at {sent['where']}), but it expects {expected} "
-                    f"(out_splits at {received['where']})"
+                    f"to rank {target} (in_splits at {sent['where']}), but rank {target} "
+                    f"expects {expected} (out_splits at {received['where']})"
                 )
 
 

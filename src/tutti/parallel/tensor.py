@@ -69,7 +69,7 @@ def tensor_parallel(
         layer = layers[name]
         # Registered first, because torch's own hooks read the input at position 0.
         first = next(iter(inspect.signature(layer.forward).parameters), "")
-        layer.register_forward_pre_hook(partial(_input_first, name, first), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_input_first, first), with_kwargs=True)
         if role == "input":
             layer.register_forward_pre_hook(partial(_gather_input, stream, tp_mesh))
         elif role == "whole" or (role == "norm" and not sequence_parallel):
@@ -135,15 +135,19 @@ def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> to
 
 
 def _input_first(
-    name: str, first: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    first: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Pass the first parameter of forward by position, also if the caller passed it by keyword."""
+    """Pass the first parameter of forward by position, also if the caller passed it by keyword.
+
+    The hook must not contain the layer's name: blocks that differ in a hook are compiled again.
+    """
     if args:
         return args, kwargs
     if first not in kwargs:
         raise UsageError(
-            f"sharding rules: {name} is called without its first parameter, {first or 'none'}: tp "
-            "splits this input, so forward must have it as a parameter and get a value for it"
+            f"sharding rules: a {type(module).__name__} is called without its first parameter, "
+            f"{first or 'none'}: tp splits this input, so forward must have it as a parameter and "
+            "get a value for it"
         )
     return (kwargs[first],), {key: value for key, value in kwargs.items() if key != first}
 
