@@ -19,10 +19,10 @@ pytestmark = pytest.mark.timeout(300)
 
 TOLERANCE = 1e-10
 NEW_SEEDS = "the random number generators get new seeds"
-SMALL = ["--recipe", "gpt", "--dataset", "synthetic", "--precision", "float64", "--seq-len", "16"]
-SMALL += ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "64", "--tied"]
-SMALL += ["--clip", "0.5", "--schedule", "constant", "--warmup", "0", "--global-batch", "16"]
-SMALL += ["--device", "cpu", "--no-evaluate"]
+FAST = ["--recipe", "gpt", "--dataset", "synthetic", "--precision", "float64", "--seq-len", "16"]
+FAST += ["--clip", "0.5", "--schedule", "constant", "--warmup", "0", "--global-batch", "16"]
+FAST += ["--device", "cpu", "--no-evaluate", "--vocab-size", "64"]
+SMALL = [*FAST, "--layers", "2", "--dim", "32", "--heads", "4", "--tied"]
 
 
 def train(*flags: str | Path, code: int = 0, timeout: float = 150) -> Any:
@@ -107,7 +107,7 @@ def test_a_resumed_run_draws_the_same_dropout_masks_as_an_uninterrupted_run(
 ) -> None:
     (tmp_path / "noisy.py").write_text(DROPOUT)
     monkeypatch.chdir(tmp_path)
-    flags = [*SMALL, "--model", "noisy:make", "--ranks", "4", "--layout", "tp2.pp2", stream]
+    flags = [*FAST, "--model", "noisy:make", "--ranks", "4", "--layout", "tp2.pp2", stream]
     train(*flags, "--steps", "4", "--out", tmp_path / "whole")
     train(*flags, "--steps", "2", "--out", tmp_path / "half")
     resume = ["--resume", "--ranks", "4", "--steps", "4", "--out"]
