@@ -319,7 +319,7 @@ def test_a_run_whose_checkpoints_cannot_be_written_fails(tmp_path: Path, ranks: 
 
 @pytest.mark.parametrize(
     ("kilobytes", "after", "missing"),
-    [(1, 1, ["recipe.toml"]), (24, 500, ["2 checkpoints", "rank0.jsonl"])],
+    [(1, 1, ["recipe.toml"]), (4, 500, ["2 checkpoints", "rank0.jsonl"])],
 )
 def test_a_run_whose_files_cannot_be_written_fails(
     kilobytes: int, after: int, missing: list[str], tmp_path: Path
