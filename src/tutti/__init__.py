@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tutti.train.own_loop import Meter, loader
     from tutti.world.errors import UsageError
     from tutti.world.exchange import check_same
+    from tutti.world.spawn import RankFailed, spawn
     from tutti.world.world import World, init
 
 __version__ = "0.2.0"
@@ -20,6 +21,7 @@ __all__ = [
     "Checkpoints",
     "Layout",
     "Meter",
+    "RankFailed",
     "UsageError",
     "World",
     "__version__",
@@ -27,18 +29,21 @@ __all__ = [
     "init",
     "loader",
     "parallelize",
+    "spawn",
 ]
 
 _MODULES = {
     "Checkpoints": "tutti.train.checkpoint",
     "Layout": "tutti.parallel.layout",
     "Meter": "tutti.train.own_loop",
+    "RankFailed": "tutti.world.spawn",
     "UsageError": "tutti.world.errors",
     "World": "tutti.world.world",
     "check_same": "tutti.world.exchange",
     "init": "tutti.world.world",
     "loader": "tutti.train.own_loop",
     "parallelize": "tutti.parallel.apply",
+    "spawn": "tutti.world.spawn",
 }
 _SUBPACKAGES = ("comm", "profile")  # tutti.comm.all_reduce(…), tutti.profile(…)
 

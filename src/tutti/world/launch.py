@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, TextIO
+from typing import IO, Any, Literal, TextIO
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota, read_limits
 from tutti.machine.gpus import visible_gpu_count
@@ -74,6 +74,10 @@ class LocalWorld:
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended. Return 0 or the exit code of the first failure."""
+        return self.supervise(env).exit_code()
+
+    def supervise(self, env: Mapping[str, str] | None = None) -> "Supervisor":
+        """Run until all ranks have ended. Return the supervisor, which knows how each ended."""
         self.check()
         shared = without_launcher_variables(os.environ if env is None else env)
         with ExitStack() as stack:
@@ -86,7 +90,9 @@ class LocalWorld:
                 shared |= stack.enter_context(mps_daemon(scratch))
             output = RankOutput(self.ranks, self.show, self.log_dir)
             stack.callback(output.close)
-            return Supervisor(self, self._environments(shared, scratch), output).run()
+            supervisor = Supervisor(self, self._environments(shared, scratch), output)
+            supervisor.run()
+            return supervisor
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
         """Return each rank's environment, with torchrun's and tutti's variables."""
@@ -218,11 +224,12 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._first_to_fail: _Rank | None = None
-        self._stopped_by: signal.Signals | None = None
+        self._reports: dict[int, dict[str, Any]] = {}  # what failed ranks have written
+        self.stopped_by: signal.Signals | None = None
         self._scheduled: list[tuple[float, int]] = []  # (time, signal) to send to all ranks
 
-    def run(self) -> int:
-        """Run until all ranks have ended. Return 0 or the exit code of the first failure."""
+    def run(self) -> None:
+        """Run until all ranks have ended."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = _OWN_FILES + _FILES_PER_RANK * len(self._environments)
         if soft < needed:
@@ -233,7 +240,8 @@ class Supervisor:
         handled = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
         # Signals are read from the wake-up pipe. The handler only replaces the default action.
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        # A program that calls tutti.spawn may have a wake-up pipe, as asyncio and Jupyter do.
+        wakeup_before = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             for env in self._environments:
                 rank = _Rank(self._world.command, env, self._output)
@@ -249,13 +257,17 @@ class Supervisor:
                 if rank.code is None:
                     rank.reap()
                 os.close(rank.pidfd)
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(wakeup_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._selector.close()
             os.close(wake_read)
             os.close(wake_write)
-        return self._exit_code()
+        self._reports = {
+            rank.number: json.loads(rank.report.read_text())
+            for rank in self._ranks
+            if rank.report.exists()
+        }
 
     def _serve(self) -> None:
         drain_until = float("inf")
@@ -284,7 +296,7 @@ class Supervisor:
     def _on_end(self, rank: _Rank) -> None:
         self._selector.unregister(rank.pidfd)
         rank.reap()
-        if rank.code != 0 and self._first_to_fail is None and self._stopped_by is None:
+        if rank.code != 0 and self._first_to_fail is None and self.stopped_by is None:
             self._first_to_fail = rank
             reported = rank.code in self._world.reported_codes
             settle = _REPORTED_SECONDS if reported else _SETTLE_SECONDS
@@ -293,8 +305,8 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if number not in _ENDING:
             self._send(number)
-        elif self._stopped_by is None:
-            self._stopped_by = number
+        elif self.stopped_by is None:
+            self.stopped_by = number
             for stream in self._output.errors.values():
                 # After Ctrl-C, the KeyboardInterrupt tracebacks of the ranks are hidden.
                 stream.hide_interrupts = number == signal.SIGINT
@@ -312,39 +324,55 @@ class Supervisor:
                 rank.stopped_by_us = number in _ENDING or number == signal.SIGKILL
                 rank.signal(number)
 
-    def _exit_code(self) -> int:
+    def exit_code(self) -> int:
+        """Return 0 or the exit code of the first failure, and print what failed."""
         count = len(self._ranks)
         codes = {rank.code for rank in self._ranks}
-        if self._stopped_by is not None:
-            _report(f"stopped by {self._stopped_by.name}: all {count} ranks have ended")
+        if self.stopped_by is not None:
+            _report(f"stopped by {self.stopped_by.name}: all {count} ranks have ended")
             common = codes.pop() if len(codes) == 1 else None
             # If all ranks ended by themselves with the same code, that code is the result.
-            return common if common is not None and common >= 0 else 128 + self._stopped_by
+            return common if common is not None and common >= 0 else 128 + self.stopped_by
         if self._first_to_fail is None:
             return 0
         code = self._ranks[0].code
         failed, summary, details = self._find_failed(self._first_to_fail)
         is_shown = self._output.shows(failed.number)
-        name = f"rank {failed.number} on {os.uname().nodename}"
         if code is not None and code in self._world.reported_codes and codes <= {0, code}:
             # All ranks found the same mistake, or a check failed. If the output of the rank that
             # printed the reason is hidden, the message is printed here.
             if summary and not is_shown:
-                _report(f"{name} failed: {summary}")
+                _report(f"rank {failed.number} on {os.uname().nodename} failed: {summary}")
                 print(details, end="", file=sys.stderr, flush=True)
             elif not summary:
                 self._print_hidden_traceback()
             return code
+        text, details = self.failure() or ("", "")
         were = "was" if count == 2 else "were"
         others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""
-        _report(f"{name} {failed.how_it_ended()}{f': {summary}' if summary else ''}{others}")
+        _report(text + others)
         if not is_shown:
-            last_lines = b"".join(self._output.errors[failed.number].tail)
-            text = details or last_lines.decode(errors="replace")
-            print(text, end="", file=sys.stderr, flush=True)
+            print(details, end="", file=sys.stderr, flush=True)
         if failed.code is None or failed.code == 0 or failed.stopped_by_us:
             return 1
         return failed.code if failed.code > 0 else 128 - failed.code
+
+    def failure(self) -> tuple[str, str] | None:
+        """Return which rank failed first and how, and its traceback or last lines of output."""
+        if self._first_to_fail is None:
+            return None
+        failed, summary, details = self._find_failed(self._first_to_fail)
+        if not details and failed.number in self._output.errors:
+            last_lines = b"".join(self._output.errors[failed.number].tail)
+            details = last_lines.decode(errors="replace")
+        name = f"rank {failed.number} on {os.uname().nodename}"
+        return f"{name} {failed.how_it_ended()}{f': {summary}' if summary else ''}", details
+
+    def usage_error(self) -> str | None:
+        """Return the message of a UsageError that ended the ranks, or None."""
+        if self._first_to_fail is None or self._first_to_fail.code != 2:
+            return None
+        return self._find_failed(self._first_to_fail)[1] or None
 
     def _print_hidden_traceback(self) -> None:
         """Print the traceback of a hidden rank that failed outside of a world, so has no report."""
@@ -364,17 +392,12 @@ class Supervisor:
         """
         if first.code is not None and first.code < 0:
             return first, "", ""  # killed before this process sent any signal
-        reports = {
-            rank.number: json.loads(rank.report.read_text())
-            for rank in [first, *self._ranks]
-            if rank.report.exists()
-        }
-        if not reports:
+        if not self._reports:
             return first, "", ""
-        report = next(iter(reports.values()))
+        report = self._reports.get(first.number) or next(iter(self._reports.values()))
         failed = report["rank"]
         # Only the report of the failed rank itself has the details: the traceback.
-        return self._ranks[failed], report["summary"], reports.get(failed, report)["details"]
+        return self._ranks[failed], report["summary"], self._reports.get(failed, report)["details"]
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -389,6 +412,8 @@ class RankOutput:
 
     def __init__(self, ranks: int, show: str, log_dir: Path | None) -> None:
         self._show, self._ranks = show, ranks
+        # Standard output of a notebook or of a test is no file, so ranks cannot inherit it.
+        self._inherits = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
         self._logs: list[IO[bytes]] = []
         self.streams: list[Stream] = []  # streams that have not ended yet
         self.errors: dict[int, Stream] = {}  # the standard error of each rank
@@ -410,7 +435,8 @@ class RankOutput:
         """Return the descriptors of a rank's output and error, or None to inherit them."""
         log = self._logs[rank] if self._logs else None
         shown = self.shows(rank)
-        if log is None and shown and (self._show == "first" or self._ranks == 1):
+        only_one = self._show == "first" or self._ranks == 1
+        if log is None and shown and only_one and self._inherits:
             return None, None  # the rank keeps the terminal, for progress bars and colours
         prefix = f"[rank {rank}] " if self._show == "all" and self._ranks > 1 else ""
         out = Stream(prefix, sys.stdout if shown else None, log)
@@ -468,7 +494,10 @@ class Stream:
             return
         try:
             # Write bytes, because a rank may print characters that the terminal's encoding lacks.
-            self._shown_on.buffer.write(self._prefix + line)
+            if hasattr(self._shown_on, "buffer"):
+                self._shown_on.buffer.write(self._prefix + line)
+            else:  # a notebook's output takes text only
+                self._shown_on.write((self._prefix + line).decode(errors="replace"))
             self._shown_on.flush()
         except OSError:  # the run continues if the reader (`| head`) ended or the disk is full
             self._shown_on = None

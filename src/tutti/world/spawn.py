@@ -1,0 +1,145 @@
+"""tutti.spawn: run a Python function as local ranks and return the result of every rank.
+
+The function and its arguments are pickled into a private folder. Each rank is a new process of
+this module that reads them, calls the function and writes its result into the folder. cloudpickle
+also pickles functions that a rank cannot import: those of a notebook, a REPL or a script.
+"""
+
+import json
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tutti.measure.files import write_atomically
+from tutti.world.errors import TIMEOUT, UsageError
+from tutti.world.launch import LocalWorld
+
+Result = TypeVar("Result")
+
+
+class RankFailed(Exception):
+    """A rank of `tutti.spawn` failed. The message names the rank and has its traceback."""
+
+
+def spawn(
+    function: Callable[..., Result],
+    args: Sequence[object] = (),
+    *,
+    ranks: int = 2,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    ranks_per_gpu: int = 1,
+    show: Literal["all", "first", "none"] = "all",
+    timeout: float = TIMEOUT,
+) -> list[Result]:
+    """Call `function(*args)` in `ranks` new processes. Return the results, ordered by rank.
+
+        def mean_rank(scale):
+            with tutti.init() as world:
+                value = torch.tensor(float(world.rank), device=world.device)
+                tutti.comm.all_reduce(value)
+                return scale * value.item() / world.size
+
+        tutti.spawn(mean_rank, (10,), ranks=4)      # [15.0, 15.0, 15.0, 15.0]
+
+    Works from a script, a REPL and a notebook. A script needs no `if __name__ == "__main__":`. Each
+    rank has the environment variables of torchrun, so the function may call `tutti.init()` or
+    `torch.distributed.init_process_group()`. Arguments and results must be picklable; return CUDA
+    tensors as `tensor.cpu()`.
+
+    `show` selects the ranks whose output is printed. `timeout` limits the seconds that a collective
+    may take. If a rank fails, all ranks end and RankFailed has the traceback of the first rank that
+    failed. Ctrl-C ends all ranks and raises KeyboardInterrupt.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("tutti.spawn handles signals: call it from the main thread.")
+    with tempfile.TemporaryDirectory(prefix="tutti-spawn-") as name:
+        folder = Path(name)
+        _write_call(folder, function, args)
+        supervisor = LocalWorld(
+            command=[sys.executable, "-m", "tutti.world.spawn", name],
+            ranks=ranks,
+            device=device,
+            ranks_per_gpu=ranks_per_gpu,
+            show=show,
+            timeout=timeout,
+        ).supervise()
+        if supervisor.stopped_by is not None:
+            raise KeyboardInterrupt
+        if (message := supervisor.usage_error()) is not None:
+            raise UsageError(message)
+        if (failure := supervisor.failure()) is not None:
+            raise RankFailed("\n".join(failure))
+        return [_read_pickle(folder / f"result{rank}") for rank in range(ranks)]
+
+
+def _read_pickle(path: Path) -> Any:
+    # The folder has mode 0700, so this user's process or rank has written the file.
+    return pickle.loads(path.read_bytes())  # noqa: S301
+
+
+def _write_call(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
+    import cloudpickle
+
+    # The ranks find the same modules as this process, also those in the folder of a script.
+    (folder / "sys_path").write_text(json.dumps([os.path.abspath(path) for path in sys.path]))
+    try:
+        (folder / "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        name = getattr(function, "__name__", repr(function))
+        raise UsageError(
+            f"tutti.spawn cannot send {name} to the ranks: {error}. Create such an object inside "
+            "the function, or pass it as an argument that can be pickled."
+        ) from None
+
+
+def _run_rank(folder: Path) -> None:
+    """Call the function in this rank. Write its result, or the report of its failure."""
+    sys.path[:] = json.loads((folder / "sys_path").read_text())
+    rank = int(os.environ["RANK"])
+    try:
+        import cloudpickle
+
+        function, args = _read_pickle(folder / "call")
+        result = function(*args)
+        try:
+            content = cloudpickle.dumps(result)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            kind = type(result).__name__
+            raise UsageError(
+                f"the result of rank {rank}, {kind}, is not picklable: {error}"
+            ) from None
+        write_atomically(folder / f"result{rank}", content)
+    except Exception as error:
+        # Leave out the frame of this module, which is no help to the user.
+        where = error.__traceback__.tb_next if error.__traceback__ else None
+        try:
+            if sys.excepthook is not sys.__excepthook__:  # the hook of tutti.init tells other ranks
+                sys.excepthook(type(error), error, where)
+        finally:
+            _write_report(rank, error.with_traceback(where))
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
+
+
+def _write_report(rank: int, error: Exception) -> None:
+    """Write the failure for the launcher, unless the hook of `tutti.init` has written it."""
+    report = Path(os.environ["TUTTI_REPORT"])
+    if report.exists():
+        return
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    failure = {
+        "rank": rank,
+        "host": os.uname().nodename,
+        "summary": str(error) if isinstance(error, UsageError) else summary,
+        "details": "".join(traceback.format_exception(error)),
+    }
+    write_atomically(report, json.dumps(failure))
+
+
+if __name__ == "__main__":
+    _run_rank(Path(sys.argv[1]))
