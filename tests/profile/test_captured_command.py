@@ -81,7 +81,7 @@ def test_the_rank_that_sleeps_is_the_straggler(gloo: tuple[Path, dict[str, Any]]
         seconds = [each["parts_s"][part] for each in rows["ranks"]]
         late = seconds.pop(LATE)
         assert all((late > other) == more for other in seconds)
-    assert rows["stragglers"][0]["instead"]["part"] == "host_gap"
+    assert rows["stragglers"][0]["excess"]["part"] == "host_gap"
 
 
 def _assert_named_with_its_cost(rows: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def test_the_straggler_arrives_last_and_has_the_shorter_kernel(
     assert row["late_by_s"]["p50"] == pytest.approx(300e-6)
     assert row["made_wait"] == {"0": pytest.approx(400e-6)}
     # Rank 1 computes for 600 and the other rank for 300: that is why rank 1 is late.
-    assert row["instead"] == {"part": "compute", "seconds": pytest.approx(300e-6)}
+    assert row["excess"] == {"part": "compute", "seconds": pytest.approx(300e-6)}
 
 
 def test_bandwidth_excludes_waiting(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_straggler_in_every_fifth_step_has_a_period(tmp_path: Path) -> None:
     assert (row["rank"], row["period"], row["steady"]) == (1, 5, False)
     assert row["late_steps"] == [3, 8, 13] and (row["steps"], row["of_steps"]) == (3, 15)
     assert row["late_cost_s"] == pytest.approx(400e-6)
-    assert row["instead"] == {"part": "compute", "seconds": pytest.approx(400e-6)}
+    assert row["excess"] == {"part": "compute", "seconds": pytest.approx(400e-6)}
     assert "0.4 ms in every 5th step (20 %" in lateness_text(row)
 
 

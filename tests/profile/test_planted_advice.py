@@ -107,7 +107,7 @@ def test_an_uneven_batch_is_found_and_an_even_batch_is_not_reported(
     uneven = _profile(tmp_path, UNEVEN="1", **HEAVY)
     found, late = _named(uneven, "straggler"), uneven["stragglers"][0]
 
-    assert (late["rank"], late["instead"]["part"]) == (1, "compute")
+    assert (late["rank"], late["excess"]["part"]) == (1, "compute")
     assert _largest(uneven) == "wait"
     assert found is not None and found == uneven["advice"][0]
     assert "for rank 1" in found["finding"]
@@ -126,7 +126,7 @@ def test_slow_input_on_one_rank_is_found_and_fast_input_is_not_reported(
     slow = _profile(tmp_path, SLOW_INPUT="1", **HEAVY)
     found, late = _named(slow, "input"), slow["stragglers"][0]
 
-    assert (late["rank"], late["instead"]["part"]) == (1, "input")
+    assert (late["rank"], late["excess"]["part"]) == (1, "input")
     assert found is not None and found == slow["advice"][0]
     assert found["finding"].startswith("rank 1 waits")
     # Loading the samples takes time, too.

@@ -1,7 +1,7 @@
 """`tutti bench symmetric`: latency of one-sided operations and of structures in symmetric memory.
 
 Most probes measure calls of rank 0 on memory of rank 1. A one-way probe is a ping-pong between
-ranks 0 and 1, and reports half of the round-trip time. All probes are measured in turns. Then the
+ranks 0 and 1, and reports half of the round-trip time. All probes are measured in turn. Then the
 all-reduces of all backends are compared.
 """
 
@@ -416,7 +416,7 @@ def _distributed_tensor(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _pooled_cache(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    # Two values are read in turns. If the local tier has space for only one value, each get finds
+    # Two values are read in turn. If the local tier has space for only one value, each get finds
     # its value in the other tier, "peer" or "host".
     tiers = {"local": (2, 0, 0), "peer": (1, 2, 0), "host": (1, 0, 2)}
     count = _POOLED_BYTES // 4

@@ -42,7 +42,7 @@ _KINDS = {
 
 _USAGE = """usage: tutti bench KIND [flags]
 
-Measures alternatives in turns in one run, and checks the results of the timed calls.
+Measures alternatives in turn in one run, and checks the results of the timed calls.
 
 kinds:
 {kinds}
@@ -252,7 +252,7 @@ class Session:
 def open_session(
     options: RankFlags, schema: str, pin: bool | str, backend: str | None = None
 ) -> Iterator[Session]:
-    """Join the world, pin this rank, and let stop signals only request a stop.
+    """Join the world and pin this rank. A stop signal then requests a stop after the current round.
 
     All ranks must enter the `with` block.
     """

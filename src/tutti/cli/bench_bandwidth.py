@@ -24,8 +24,8 @@ class Bandwidth(bench.ExpectFlags):
     Measures every pair of ranks one way and both ways, one pair at a time; one rank to all others;
     all to all; all_reduce as a ring and as a tree; and on CUDA, copies between host and device.
     Each pair is compared with its class (same core, same or other NUMA node, NVLink, NVSwitch,
-    PCIe, other host) and with the catalogue; the common end of slow pairs is named. Received data
-    is checked. Ctrl-C keeps the results so far.
+    PCIe, other host) and with the catalogue. If all slow pairs have one device in common, it is
+    named. Received data is checked. Ctrl-C keeps the results so far.
     """
 
     sizes: str | None = None
@@ -83,7 +83,7 @@ def _check_backend(backend: str | None, device: str) -> None:
     if backend is not None and (backend == "nccl") != (device == "cuda"):
         supported = "CUDA" if backend == "nccl" else "CPU"
         limit = f"--backend {backend} communicates {supported} tensors only"
-        raise UsageError(f"{limit}, but ranks are on {device}: remove the flag")
+        raise UsageError(f"{limit}, but ranks are on {device}. Remove the flag.")
 
 
 def _measure(options: Bandwidth, expectation: Expectation | None) -> int:

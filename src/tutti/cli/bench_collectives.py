@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collectives(bench.ExpectFlags):
-    """Measure collectives, all backends in turns in one run: tutti bench collectives --ranks 2
+    """Measure collectives, all backends in turn in one run: tutti bench collectives --ranks 2
 
-    Columns and formulas are those of nccl-tests; time is the p50 over calls, each on its slowest
-    rank. Ranks are pinned, results are checked bit by bit, and ratio is the first backend's time
-    divided by this backend's time. Ctrl-C keeps the results so far.
+    Columns and formulas are those of nccl-tests; time is the p50 over calls, and the time of a call
+    is that of its slowest rank. Ranks are pinned, results are checked bit by bit, and ratio is the
+    first backend's time divided by this backend's time. Ctrl-C keeps the results so far.
     """
 
     ops: str = "all_reduce"
@@ -52,7 +52,7 @@ class Collectives(bench.ExpectFlags):
     spread: bool = False
     """Also print min, p99 and cv, as nccl-tests -I does; result files always contain them."""
     iterations: str = "auto"
-    """Number of timed calls of each backend and size. auto: as many as --budget allows."""
+    """Number of timed calls of each backend and size. auto: the number that --budget allows."""
     warmup: int = 20
     """Maximum number of untimed calls before the timed calls."""
     budget: float = 0.5

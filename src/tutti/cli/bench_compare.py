@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     counts = Counter(change.verdict for change in changes)
     if set(counts) <= {"new", "gone"}:
         rows = f"{counts['gone']} in OLD alone, {counts['new']} in NEW alone"
-        raise UsageError(f"no row in common ({rows}): measure NEW with the flags of OLD")
+        raise UsageError(f"the files have no row in common ({rows}). Measure NEW with OLD's flags.")
     _print([change for change in changes if options.show == "all" or change.verdict != "same"])
     print_note(", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name]))
     if options.json is not None:

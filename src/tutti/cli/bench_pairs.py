@@ -1,4 +1,4 @@
-"""tutti bench pairs: measure baselines and their optimized forms in turns, and compare results."""
+"""tutti bench pairs: measure baselines and their optimized forms in turn, and compare results."""
 
 import math
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ _NAME_WIDTH = max(map(len, BUILTIN_PAIRS))
 class Pairs(bench.ExpectFlags):
     """Compare techniques with their baselines: tutti bench pairs --ranks 2
 
-    Both sides of a pair do the same work in turns in one process group, and their results are
-    compared. The speed-up is the median of the ratios of rounds, and its spread is their quartiles.
+    Both sides of a pair do the same work in turn in one process group, and their results are
+    compared. The speed-up is the median over rounds of baseline time / optimized time, and its
+    spread is the quartiles.
     A pair whose requirements are not met is skipped with the reason. The exit code is 1 if results
     differ. Ctrl-C keeps the results so far.
     """
@@ -101,9 +102,8 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
 
         for entry in entries:
             if entry.name in cases.rows:
-                runs.rows.append(
-                    cases.rows[entry.name]
-                )  # printed by ranks that were started before
+                # The ranks that measured this pair, before a crash of another pair, printed it.
+                runs.rows.append(cases.rows[entry.name])
                 continue
             if entry.name in cases.crashed:
                 runs.add_failed(entry, cases.crashed[entry.name])

@@ -16,8 +16,8 @@ from tutti.world.errors import UsageError
 class Symmetric(bench.RankFlags):
     """Measure symmetric memory: tutti bench symmetric --ranks 2
 
-    Latencies are of calls from Python, p50 and p99 over interleaved rounds. One way is half of a
-    round trip. Rank 0 accesses the memory of rank 1; only the barrier, one atomic and the
+    The latencies are those of calls from Python: p50 and p99 over interleaved rounds. One way is
+    half of a round trip. Rank 0 accesses the memory of rank 1; only the barrier, one atomic and the
     all-reduces involve all ranks. Results are checked. Ctrl-C keeps the results so far.
     """
 

@@ -245,9 +245,8 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     text = " ".join(line for line in lines[:rule] if line.strip("─"))
     unknown = re.match(r"Unrecognized options: (.*)", text)
     if unknown is None:
-        text = re.sub(
-            r"^Error parsing settings\.\w+: ", "", text
-        )  # from a check of a whole section
+        # A check of a whole section begins its error with the name of the section.
+        text = re.sub(r"^Error parsing settings\.\w+: ", "", text)
         text = re.sub(r"^Error parsing (?:\w+\.)+(?=\w)", "Error parsing --", text)
         not_a_number = (
             r"^Error parsing (\S+): (?:invalid literal|could not convert) .*: (\S+)$",

@@ -122,7 +122,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         for layout in layouts:
             name = str(layout)
             if name in cases.rows:
-                rows.append(cases.rows[name])  # ranks that were started before have printed it
+                rows.append(cases.rows[name])  # printed before another layout crashed
                 continue
             if name in cases.crashed:
                 rows.append(crashed_row(workload, layout, cases.crashed[name]))

@@ -38,12 +38,9 @@ class WorldFlags:
         """Run `tutti COMMAND` as local ranks and return the exit code. `more` is for LocalWorld."""
         from tutti.world.launch import LocalWorld
 
-        return LocalWorld(
-            command=[sys.executable, "-m", "tutti", *command],
-            ranks=ranks,
-            device=self.device,
-            **{"ranks_per_gpu": self.ranks_per_gpu, "show": "first", **more},
-        ).run(env)
+        options: dict[str, Any] = {"ranks_per_gpu": self.ranks_per_gpu, "show": "first"} | more
+        tutti = [sys.executable, "-m", "tutti", *command]
+        return LocalWorld(command=tutti, ranks=ranks, device=self.device, **options).run(env)
 
     def join_world(self, backend: str | None = None) -> "World":
         """Join the world that the launcher started, and return it."""
@@ -80,10 +77,10 @@ _STOPPED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signa
 
 
 def start_cases(start_ranks: Callable[[Mapping[str, str]], int]) -> int:
-    """Start ranks that run several cases; returns the exit code.
+    """Start ranks that run several cases, and return the exit code.
 
     After a rank has crashed, the process groups of the other ranks cannot be used again. So if a
-    case crashes, its error becomes its row, and new ranks run the cases that are left.
+    case crashes, its error becomes its row, and new ranks run the remaining cases.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-cases-") as folder:
         path = Path(folder, "cases.jsonl")
@@ -101,11 +98,11 @@ class Cases:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}  # of cases that earlier ranks have run, by name
-        self.crashed: dict[str, str] = {}  # name → error
+        self.rows: dict[str, dict[str, Any]] = {}  # rows of the cases that earlier ranks have run
+        self.crashed: dict[str, str] = {}  # maps the name of a case to its error
         self._path = path
         self._begun: str | None = None
-        self._errors: list[str] = []  # of the last case
+        self._errors: list[str] = []  # errors of the last case
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         for kind, value in (item for line in lines for item in json.loads(line).items()):
             if kind == "begun":
@@ -117,7 +114,7 @@ class Cases:
 
     @classmethod
     def from_environment(cls) -> "Cases":
-        """The cases of the ranks that `start_cases` has started; empty under other launchers."""
+        """Return the cases of the ranks that `start_cases` started, or none for other launchers."""
         path = os.environ.get(_CASES_FILE)
         return cls(None if path is None else Path(path))
 
@@ -126,7 +123,7 @@ class Cases:
 
     @contextmanager
     def running(self, name: str, world: "World") -> Iterator[None]:
-        """Context in which a rank runs a case: reports its begin, and the error that ends it."""
+        """Record that a case has begun, and the error if the `with` block raises one."""
         if world.is_first:
             self._write("begun", name)
         try:
@@ -142,7 +139,7 @@ class Cases:
         self._write("row", [name, row])
 
     def record_crash(self, code: int) -> bool:
-        """Record the error of the case that ended the ranks; returns whether there is one."""
+        """Record the error of the case that ended the ranks. Return whether a case ended them."""
         if self._begun is None or not self.is_new(self._begun):
             return False
         error = [*self._errors, f"the ranks ended with exit code {code}"][0]

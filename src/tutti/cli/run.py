@@ -66,7 +66,7 @@ def python_command(command: list[str]) -> list[str]:
         # package in this process.
         top = command[1].partition(".")[0]
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"-m {command[1]}: the module {top} is neither here nor installed")
+            raise UsageError(f"-m {command[1]}: {top} is neither in this directory nor installed")
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":

@@ -276,7 +276,7 @@ def _measure(
 def _add_repeats(
     series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
 ) -> None:
-    """Run more repeats, as many as the rows need, until every row is clear."""
+    """Add repeats until every row is clear. The rows estimate how many repeats are needed."""
     max_repeats = 4 * repeats
     while repeats < max_repeats and not series.stopped and series.failure is None:
         unclear = [row for row in Scaling(series.runs, mode).rows()[1:] if not row["clear"]]

@@ -127,7 +127,7 @@ def _check_combinations(options: Train, arguments: list[str]) -> None:
 
 
 def _check_before_start(options: Train, base: Recipe, ranks: int) -> None:
-    """Raise UsageError for everything that needs no torch and no rank."""
+    """Make the checks that need neither torch nor ranks. Raise UsageError if one fails."""
     settings, device = options.settings, "cpu"
     if options.device == "cuda" or (options.device == "auto" and visible_gpu_count()):
         device = "cuda"

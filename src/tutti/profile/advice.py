@@ -55,7 +55,10 @@ class ProfiledRun:
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
-        """Return exposed seconds per step on an axis: of buckets, of others (False) or of both."""
+        """Return the exposed seconds per step on an axis.
+
+        `bucket` selects DDP buckets (True), other collectives (False) or both (None).
+        """
         return sum(
             parts["exposed"] / len(self.steps)
             for step in self.steps
@@ -80,8 +83,16 @@ def advise(run: ProfiledRun) -> list[Advice]:
     all-reduces of gradients.
     """
     kinds = (
-        *(_bucket_size, _overlap, _grouping, _replicate, _shard),
-        *(_input, _straggler, _cpu_binding, _microbatches, _gpu_gaps),
+        _bucket_size,
+        _overlap,
+        _grouping,
+        _replicate,
+        _shard,
+        _input,
+        _straggler,
+        _cpu_binding,
+        _microbatches,
+        _gpu_gaps,
     )
     found = [advice for kind in kinds for advice in kind(run) if _is_worth_it(advice)]
     found.sort(key=_gain, reverse=True)
@@ -141,7 +152,7 @@ def _advice(
 
 
 def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
-    """Return the fitted cost of a message, and a text that limits a gain computed from it."""
+    """Return the fitted cost of a message, and a text that qualifies a gain computed from it."""
     cost = fit_message_cost([(call.first.bytes, call.transfer_seconds) for call in messages])
     if cost is None or cost.separated:
         return cost, ""
@@ -163,7 +174,7 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     total = max(map(sum, model.sizes), default=0)
     if model.ratio is None or not total:  # the trace has no sizes
         return
-    # Bucket sizes above the first that holds all gradients change nothing, as there is one bucket.
+    # The first size that holds all gradients gives one bucket, so larger sizes change nothing.
     enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), math.ceil(total / _MIB))
     sizes = [size for size in sorted({*_BUCKET_SIZES, enough}) if size <= enough]
     results = {size: model.with_bucket_size(size * _MIB) for size in sizes}
@@ -267,7 +278,7 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]
 
 
 def _input(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice to hide data loading behind the rest of the step, with load / rest workers."""
+    """Yield advice to load data during the rest of the step, which needs load / rest workers."""
     loads = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
     rank = max(loads, key=lambda each: loads[each])
     load = loads.pop(rank)
@@ -283,23 +294,21 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield a rank that arrives last. The gain is at most its delay after the second last rank.
+    """Yield advice for each rank that others wait for. The gain is at most its lateness.
 
     The gain is also at most the time by which one part of the step is longer than on the others.
     Waiting without such a part is chance, not a straggler.
     """
     for row in run.stragglers:
-        rank, instead = row["rank"], row["instead"]
-        if not (row["straggler"] and row["steady"]) or instead["part"] == "input":
+        rank, excess = row["rank"], row["excess"]
+        if not (row["straggler"] and row["steady"]) or excess["part"] == "input":
             continue
         cost = row["cost_s"]["mean"]
         late = row["late_by_s"]["mean"] * row["last"] / run.step_count if row["late_by_s"] else 0.0
-        gain = min(cost, late, instead["seconds"])
-        cure = _straggler_cure(run, rank, instead["part"])
-        excess = excess_text(instead)
-        yield _advice(
-            run, "straggler", gain, cost_ms=1e3 * cost, rank=rank, excess=excess, cure=cure
-        )
+        gain = min(cost, late, excess["seconds"])
+        cure = _straggler_cure(run, rank, excess["part"])
+        text = excess_text(excess)
+        yield _advice(run, "straggler", gain, cost_ms=1e3 * cost, rank=rank, excess=text, cure=cure)
 
 
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
@@ -319,7 +328,7 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
 
 
 def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice to bind ranks to separate CPUs, with which all ranks could take the mean."""
+    """Yield advice to bind ranks to separate CPUs. Then each rank could take the mean time."""
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
         cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]

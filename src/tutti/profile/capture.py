@@ -41,7 +41,7 @@ _END_TIMEOUT_SECONDS = 60.0
 _RECORDER_ENTRIES = 20_000
 # Size of the heap that is prepared for the profiler's events, which took up to 9 MB per step.
 _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 512 << 20
-_HEAP_BLOCK_BYTES = 64 << 10  # below 128 kB, from which malloc may use mmap instead of the heap
+_HEAP_BLOCK_BYTES = 64 << 10  # malloc may use mmap instead of the heap for blocks of 128 kB or more
 # torch declares no types for some functions of these modules.
 _cuda: Any = torch.cuda
 _profile: Any = torch.profiler.profile
@@ -101,9 +101,10 @@ class Capture:
         self._batch, self._batch_counter = batch, _BatchCounter(self._hooks)
         self._program_profilers = _ProgramProfilers(self)
         self._device: torch.device | None = None  # the GPU that the program uses
-        # The steps during `wait`, without the profiler, and during `active`.
+        # The times of the steps during `wait` (without the profiler) and during `active`.
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
-        self._peak_before, self._touched = 0, 0  # bytes before the recording, and added for it
+        # Peak memory in bytes before the recording, and heap bytes added for the recording.
+        self._peak_before, self._touched = 0, 0
         self._step_start: Any = None  # None if the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._forward_calls: _ForwardCalls | None = None  # set if the steps are forward calls
@@ -157,8 +158,8 @@ class Capture:
         """Find the steps of an unchanged program through torch's global hooks.
 
         A step ends with each step of an optimizer. In a program without an optimizer (inference) a
-        step begins with each call of the outermost module. Nothing is recorded before, so processes
-        that do neither are not affected.
+        step begins with each call of the outermost module. Nothing is recorded before the first
+        step, so processes that neither train nor run inference are not affected.
         """
         self._program_profilers.begin()
         self._hooks.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
@@ -186,7 +187,7 @@ class Capture:
         self._never_raise(self._start)
 
     def ignore_forward_calls(self) -> None:
-        """Discard the steps of an evaluation before the training, because the program trains."""
+        """Discard the recorded forward calls, which were an evaluation before the training."""
         if self._forward_calls is None:
             return
         self._forward_calls.remove()
@@ -218,7 +219,7 @@ class Capture:
         self._profiler = None
 
     def _before_recording(self) -> None:
-        """Called after the steps of `wait`, which are therefore not affected."""
+        """Prepare the recording. This runs after the steps of `wait`, so it does not slow them."""
         if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)

@@ -1,8 +1,8 @@
 """Runs an unchanged program with every rank captured, and coordinates the tasks of a launcher.
 
 `tutti profile -- srun -n 2 train.py` needs a launcher that passes environment variables to the
-ranks, but `srun -n 2 tutti profile -- train.py` does not. In that case all tasks write traces and
-exit codes to one folder, and the first task waits for all exit codes and explains the traces.
+ranks. `srun -n 2 tutti profile -- train.py` does not need this: all tasks write traces and exit
+codes to one folder, and the first task waits for all exit codes and explains the traces.
 """
 
 import contextlib

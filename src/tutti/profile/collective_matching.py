@@ -30,7 +30,7 @@ class MatchedCollective:
 
     @property
     def first(self) -> Collective:
-        """The collective on any one rank, which has the operation, size and group."""
+        """The collective as one of the ranks recorded it, with its operation, size and group."""
         return next(iter(self.members.values()))
 
     @property
@@ -182,7 +182,7 @@ class Clock:
     """The seconds by which a rank's clock was ahead of the first rank's, and the correction."""
 
     rank: int
-    measured_s: float | None  # None if no chain of collectives leads to the first rank
+    measured_s: float | None  # None if no chain of collectives connects it to the first rank
     spread_s: float
     applied_s: float
 

@@ -77,8 +77,8 @@ def assemble_collectives(
         _fill_size(collective, call, run, group_size(collective.group))
         if (parameter := inner.first_inside(call)) is not None:
             size = collective.bytes
-            # This is a call of shm. The recorder entry is that of gloo, which shm calls between
-            # hosts.
+            # The program called shm, which calls gloo between hosts. The recorder entry is that of
+            # the gloo call.
             collective.sequence = None
             collective.fill_from_arguments(parameter.arguments)
             collective.bytes = max(size, collective.bytes)
@@ -146,7 +146,7 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
 
 
 def _argument_counts(event: HostEvent) -> list[int]:
-    """Return the element counts of those of the first two arguments that are tensors or lists."""
+    """Return the element count of each of the first two arguments that is a tensor or a list."""
     dims, kinds = event.arguments.get("Input Dims") or [], event.arguments.get("Input type") or []
     return list(filter(None, map(element_count, dims[:2], kinds[:2])))
 
@@ -195,7 +195,10 @@ def _from_tags(tags: list[HostEvent]) -> list[Collective]:
 
 
 class _EventsByThread:
-    """Finds the event inside or around a call on the same thread. Calls come in time order."""
+    """Finds the event inside or around a call on the same thread.
+
+    The methods must be used for the calls in time order, because older events are dropped.
+    """
 
     def __init__(self, events: list[HostEvent]) -> None:
         self._events: dict[Any, deque[HostEvent]] = defaultdict(deque)

@@ -13,7 +13,8 @@ _FULL_WIDTH = 80
 _MAX_RANKS = 16
 _MAX_ROWS = 8
 _MAX_ADVICE = 5
-_NOTABLE_OVERHEAD = 1.1  # recorded / unrecorded step time, as a few steps cannot show less
+# Ratio of recorded to unrecorded step time. A few steps cannot show a smaller overhead.
+_NOTABLE_OVERHEAD = 1.1
 
 
 def profile_lines(rows: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
@@ -147,8 +148,8 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
         )
         if not row["steady"] and row["period"] is None:
             yield f"  --active {max(20, 2 * row['of_steps'])} records more steps, to find a period"
-        if row["instead"]["seconds"] >= 5e-5:
-            yield f"  it {excess_text(row['instead'])}"
+        if row["excess"]["seconds"] >= 5e-5:
+            yield f"  it {excess_text(row['excess'])}"
     ranks = {row["rank"]: row["steps"] for row in rows["ranks"]}
     if len(ranks) > 8:
         return

@@ -19,8 +19,18 @@ SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ba
 
 # A name comes before the names that it contains: all_reduce before reduce.
 _OPERATIONS = (
-    *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "barrier"),
-    *("send_recv", "reduce", "gather", "scatter", "send", "recv"),
+    "reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "send_recv",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
 )
 _ELEMENT_BYTES = {
     **dict.fromkeys(("double", "long", "int64", "float64", "uint64"), 8),

@@ -52,13 +52,13 @@ class StepBreakdown:
 
 
 def overlap(parts: Mapping[str, float]) -> float | None:
-    """Return |communication ∩ compute| / |communication + waiting|, as Holistic Trace Analysis."""
+    """Return hidden / (hidden + exposed + waiting), as defined by Holistic Trace Analysis."""
     total = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
     return parts["hidden"] / total if total else None
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
-    """Return the parts of one step. Clocks must be aligned and collectives matched before."""
+    """Return the parts of one step. Before this, align the clocks and match the collectives."""
     whole = Intervals.of([(step.start, step.end)])
     compute = trace.compute.between(step.start, step.end)
     communicating = trace.communication.between(step.start, step.end)
@@ -298,7 +298,7 @@ def straggler_rows(
                 "last": times_last[rank],
                 "of_collectives": len(synchronizing),
                 "late_by_s": summarize(lateness) if lateness else None,
-                "instead": _largest_excess(
+                "excess": _largest_excess(
                     rank, [step for step in steps if steady or not late or step.step in late]
                 ),
                 "made_wait": waited,
@@ -310,8 +310,8 @@ def straggler_rows(
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
     """Return the number of steps between late steps if it is constant. The arguments are sorted.
 
-    Two late steps determine a period only if the recording has no place for a third one. The period
-    of steady lateness is 1, and that of fewer than two late steps is unknown.
+    Two late steps determine a period only if the recording is too short for a third late step. If
+    every step is late, the period is 1. With fewer than two late steps the period is unknown.
     """
     distances = {after - before for before, after in pairwise(late)}
     if len(distances) != 1:
@@ -349,11 +349,11 @@ def ordinal(number: int) -> str:
     return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"
 
 
-def excess_text(instead: Mapping[str, Any]) -> str:
-    """Return the value `instead` of a straggler as text, for example `computes 46.1 ms longer`."""
-    longer = f"{1e3 * instead['seconds']:.1f} ms longer"
+def excess_text(excess: Mapping[str, Any]) -> str:
+    """Return the value `excess` of a straggler as text, for example `computes 46.1 ms longer`."""
+    longer = f"{1e3 * excess['seconds']:.1f} ms longer"
     return {
         "compute": f"computes {longer}",
         "input": f"waits {longer} for input",
         "host_gap": f"spends {longer} in gaps",
-    }.get(instead["part"], f"spends {longer} on the rest")
+    }.get(excess["part"], f"spends {longer} on the rest")

@@ -41,9 +41,20 @@ from tutti.profile.trace_file import Event, TraceFile
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
 # The event arguments that are kept. The other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
-    *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
-    *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
-    *("Dst Rank", "Src Rank", "External id"),
+    "Input Dims",
+    "Input type",
+    "Concrete Inputs",
+    "Collective name",
+    "Process Group Name",
+    "Process Group Ranks",
+    "dtype",
+    "In msg nelems",
+    "Out msg nelems",
+    "Seq",
+    "Group size",
+    "Dst Rank",
+    "Src Rank",
+    "External id",
 }
 _NCCL_KERNEL = re.compile(r"(?i:^[nrh]ccl)|nccl(Dev)?Kernel")
 # torch's kernels on symmetric memory, which wait for the other ranks inside the kernel.
@@ -52,8 +63,13 @@ _SYMMETRIC_KERNEL = re.compile(
 )
 # Operators whose shapes give the amount of computation.
 _MATRIX_OPERATORS = {
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"),
-    *("aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
 
 
@@ -273,9 +289,9 @@ class _TraceReader:
     def _steps_from_ranges(self) -> str | None:
         """Make steps of a range that is repeated at least twice. Return its name, or None.
 
-        A step ends with each `Optimizer.step`. Without an optimizer, a step begins with each range
-        that takes the most time in total, for example `DistributedDataParallel.forward` or a range
-        of the program.
+        A step ends with each `Optimizer.step`. Without an optimizer, the range name with the
+        longest total time is chosen, for example `DistributedDataParallel.forward`, and a step
+        begins with each range of this name.
         """
         repeated = {name: times for (_, name), times in self.ranges.items() if len(times) > 2}
         optimizers = {n: t for n, t in repeated.items() if n.startswith("Optimizer.step#")}

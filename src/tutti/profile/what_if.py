@@ -2,8 +2,8 @@
 
 A message of s bytes takes α + β·s seconds. Gradients become ready during backward at the same times
 as in the trace. A bucket is sent when it is full and a lane is free (NCCL has one lane, gloo has
-two). Transfers after backward are exposed, and so are transfers while backward is idle. The model
-is also evaluated for the recorded buckets, and its results are scaled to the recorded time.
+two). Transfers after backward and transfers while backward is idle are exposed. The model is also
+evaluated for the recorded buckets, and its results are scaled to the recorded time.
 """
 
 import heapq
@@ -29,7 +29,7 @@ class MessageCost(NamedTuple):
 
     alpha: float
     beta: float
-    separated: bool  # False if one message size made it necessary to attribute all time to α
+    separated: bool  # False if there is only one message size, so that all time counts as α
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:

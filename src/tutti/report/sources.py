@@ -157,7 +157,7 @@ def _add_result(
 ) -> str | None:
     """Add a result file to the sources and return its schema, or None if it has none.
 
-    With `skip_profile`, a profile is ignored, because it is beside the traces that it describes.
+    With `skip_profile`, the JSON of a profile is ignored, because the traces are read instead.
     """
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, str) or not schema.startswith("tutti."):

@@ -1,4 +1,4 @@
-"""The beginning of a page, which has a summary in sentences and a few large numbers."""
+"""The top of a report page: a summary in sentences, and a few large numbers."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -98,7 +98,7 @@ def sentences(sources: ReportSources) -> Iterator[str]:
     scalings = sources.of_schema("tutti.scale")
     for result in scalings:
         yield from _scale_sentences(result)
-    # Of the runs of a scaling series only the last profiled run, with the most ranks, is described.
+    # If the page has a scaling series, describe only its last profiled run, with the most ranks.
     runs = sources.profiled[-1:] if scalings else sources.runs
     if len(runs) <= _MAX_RUNS:
         for run in runs:

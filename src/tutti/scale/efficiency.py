@@ -34,8 +34,14 @@ from tutti.scale.forecast import Mode, Ratio, comm_points, fit_comm, forecast
 from tutti.scale.scale_runs import MeasuredRun, MeasuredStep
 
 _PART_OF_CAUSE = {
-    **{"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"},
-    **{"compute": "compute", "gaps": "host_gap", "rest": "rest", "slow_steps": "slow_steps"},
+    "exposed_comm": "exposed",
+    "wait": "wait",
+    "bubble": "bubble",
+    "input": "input",
+    "compute": "compute",
+    "gaps": "host_gap",
+    "rest": "rest",
+    "slow_steps": "slow_steps",
     "unexplained": "unexplained",
 }
 LOSS_CAUSES = ("exposed_comm", "wait", "bubble", "input", "compute", "other")
@@ -58,7 +64,7 @@ def loss_by_cause(step: MeasuredStep, base: MeasuredStep, ideal: float) -> dict[
 def significance(
     losses: Sequence[Mapping[str, float]], efficiencies: Sequence[float]
 ) -> dict[str, Any]:
-    """Return medians and quartiles over the repeats, the noise, and the causes that are larger.
+    """Return medians and quartiles over the repeats, the noise, and the causes above the noise.
 
     `repeats_needed` is an estimate of the number of repeats after which the verdict is clear,
     because the noise shrinks with the square root of the number of repeats.
@@ -102,7 +108,10 @@ class Scaling:
 
     @property
     def actual_mode(self) -> Mode | None:
-        """The mode that agrees with the numbers of samples, or None. If unknown, it is --mode."""
+        """The mode with which the numbers of samples per step agree, or None.
+
+        If the numbers of samples are unknown, this is --mode.
+        """
         modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
         return next((mode for mode in modes if all(self._fits(r, mode) for r in self.runs)), None)
 
@@ -157,7 +166,10 @@ class Scaling:
         return next((other for other in smallest if other.flags == run.flags), run)
 
     def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
-        """Return whether the samples agree with `mode` or, if unknown, `mode` is --mode."""
+        """Return whether the number of samples agrees with `mode`.
+
+        If the number of samples is unknown, return whether `mode` is --mode.
+        """
         base = self._base(run)
         if not self._counted:
             return mode == self.mode

@@ -35,10 +35,11 @@ RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1  # an option of prctl
-# Recording slows compute on a CPU, and the host of a GPU. A larger correction is not credible.
+# The factors by which the recorded parts may be corrected, because recording slows operators on a
+# CPU and kernel launches on a GPU. A larger correction is not credible.
 _MIN_CORRECTION, _MAX_CORRECTION = 0.4, 1.25
 _SLOW_STEP = 0.1  # a step is slow if it takes longer than the others by this share
-_LATE_KEYS = ("rank", "cost_s", "cost_share", "instead", "steady", "period")
+_LATE_KEYS = ("rank", "cost_s", "cost_share", "excess", "steady", "period")
 _RANK_FLAGS = {
     **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
     **dict.fromkeys(
@@ -180,7 +181,7 @@ def plan_runs(
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The mean seconds of a step without the profiler, and its parts, which add up to them."""
+    """The mean time of a step without the profiler, and its parts, which add up to this time."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -261,7 +262,7 @@ class RunSeries:
         env = self.job.environment(self.schedule, folder / "traces", max_ranks)
         log = self.out / "logs" / f"{run.folder_name}.log"
         code = signals.run(command, env, log)
-        # These runs are never resumed.
+        # These runs are never resumed, so they need no checkpoints.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
             return read_run(folder, run, self.schedule)
@@ -285,7 +286,7 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     if not files:
         raise NotMeasured(
             f"no rank wrote a trace. Each rank must take {schedule.steps} steps of a torch "
-            "optimizer (without an optimizer, calls of its module): train longer, or reduce "
+            "optimizer or, without an optimizer, call its module so often. Train longer, or reduce "
             "--steps or --settle"
         )
     if len(files) != run.ranks:
@@ -335,7 +336,7 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 
 
 def recorded_parts(explanation: Explanation) -> dict[str, float]:
-    """Return the parts of a typical recorded step, as means over the middle half by length."""
+    """Return the parts of a typical recorded step: means over the middle half of the steps."""
     steps: dict[int, list[Mapping[str, float]]] = {}
     for step in explanation.steps:
         steps.setdefault(step.step, []).append(step.parts)
@@ -417,7 +418,7 @@ def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
 
 
 class _SignalForwarder:
-    """Runs programs, and forwards Ctrl-C and SIGTERM to them. `received` is then true.
+    """Runs programs, and forwards Ctrl-C and SIGTERM to them. A signal sets `received`.
 
     A signal between two programs interrupts nothing, so the traces of a finished run are read
     completely. The previous signal handlers are restored when `stack` is closed.

@@ -23,7 +23,7 @@ _CAUSES = {
     "bubble": ("pipeline bubble", "a stage waits for another stage"),
     "input": ("input", "the program waits for its data loader"),
     "compute": ("slower compute", "ranks share cores, caches or memory, or batches are small"),
-    "gaps": ("host gaps", "no recorded operation runs, because of Python, launches or others"),
+    "gaps": ("host gaps", "no recorded operation runs: Python code, launches, other programs"),
     "rest": ("code around operators", "autograd's engine, DDP's reducer, copies"),
     "slow_steps": ("slow steps", "some steps take much longer than the others"),
 }
@@ -111,17 +111,15 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name in row["named"][:1]:
         yield "{}: {}".format(*_CAUSES[name])
     late, slow = row["late"], row["slow_steps"]
-    if late and "wait" in row["named"] and late["instead"]["seconds"] >= 5e-5:
-        yield f"rank {late['rank']} {excess_text(late['instead'])} than the others"
+    if late and "wait" in row["named"] and late["excess"]["seconds"] >= 5e-5:
+        yield f"rank {late['rank']} {excess_text(late['excess'])} than the others"
     if slow and "slow_steps" in row["named"]:
         often = f"{slow['steps']} of {slow['of_steps']} steps"
         if slow["period"] is not None:
             often = f"every {ordinal(slow['period'])} step ({often})"
         rank = ""
         if late and not late["steady"]:
-            rank = (
-                f". In these steps rank {late['rank']} is late: it {excess_text(late['instead'])}"
-            )
+            rank = f". In these steps rank {late['rank']} is late: it {excess_text(late['excess'])}"
         yield f"{often} takes {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
     yield f"{_PROFILE_COMMAND} {row['folder']}"
     yield "all numbers are medians over the repeats, with quartiles in parentheses"
@@ -146,7 +144,7 @@ def verdict(row: dict[str, Any]) -> str:
     named = [large.pop(name) for name in row["named"]]
     text: str = f"{row['ranks']} ranks {verb} {total}: "
     text += f"{', '.join(named)}; nothing else is" if named else "no cause is"
-    text += " certainly" * bool(large) + f" larger than the noise of {100 * row['noise']:.0f}"
+    text += " clearly" * bool(large) + f" larger than the noise of {100 * row['noise']:.0f}"
     text += f" (uncertain: {', '.join(large.values())})" * bool(large)
     if row["clear"]:
         return text
@@ -154,7 +152,7 @@ def verdict(row: dict[str, Any]) -> str:
     count = f"{more} more repeat{'s' * (more != 1)}"
     if row["repeats"] < MIN_REPEATS:
         done = f"{row['repeats']} repeat{'s' * (row['repeats'] > 1)}"
-        text += f". {done} cannot show how far repeats differ. Add {count} with --repeats "
+        text += f". {done} cannot show how much repeats differ. Add {count} with --repeats "
         return text + f"{row['repeats_needed']} or --until-clear"
     return f"{text}. The repeats disagree: about {count} are needed (--until-clear runs them)"
 

@@ -63,8 +63,8 @@ def agree(make: Callable[[], Result]) -> Result:
 
 
 def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
-    """Return the recipe's model on meta, its initial weights, and a note for the user or None."""
-    make = _model_maker(recipe, dataset)  # reads the dataset, so not on the meta device
+    """Return the recipe's model on the meta device, its initial weights, and a note or None."""
+    make = _model_maker(recipe, dataset)  # called on the CPU, because it reads the dataset
     if recipe.model not in _MODELS:
         built = build_on_meta(make, recipe.length.seed)
         _check_dtypes(built[0], recipe)
@@ -130,7 +130,7 @@ def _check_parameters(model: nn.Module, flag: str) -> None:
 
 
 def _check_dtypes(model: nn.Module, recipe: Recipe) -> None:
-    """Raise UsageError if training would change the dtype of a parameter to a narrower or wider."""
+    """Raise UsageError if training would change the dtype of a parameter."""
     allowed = {torch.float32}
     if recipe.compute.precision == "float64":
         allowed |= {torch.float64}
@@ -187,14 +187,14 @@ def load_dataset(recipe: Recipe) -> Dataset:
         if not len(samples):
             if kind == "test" and not recipe.length.evaluate:
                 continue
-            cure = "return at least one sample" + (", or use --no-evaluate" * (kind == "test"))
-            raise DataError(f"--dataset {name}: the {kind} set is empty: {cure}")
+            cure = "Return at least one sample" + (", or use --no-evaluate" * (kind == "test"))
+            raise DataError(f"--dataset {name}: the {kind} set is empty. {cure}.")
         _, targets = samples.batch([0])
         if targets.dtype != torch.int64:
             raise DataError(
-                f"--dataset {name}: the targets of the {kind} set are {targets.dtype}, the loss "
-                "(cross entropy) needs class numbers of torch.int64: convert them with .long(); "
-                "for another loss, write your own loop with tutti.parallelize"
+                f"--dataset {name}: the targets of the {kind} set are {targets.dtype}, but the "
+                "loss (cross entropy) needs class numbers of torch.int64. Convert them with "
+                ".long(). For another loss, write your own loop with tutti.parallelize."
             )
     return dataset
 

@@ -1,4 +1,4 @@
-"""For your own training loop: a loader for this rank, and a meter averaged over all ranks."""
+"""For your own training loop: a loader for this rank, and a meter of averages over all ranks."""
 
 import time
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def loader(
 
     `dataset` is a torch map-style dataset, a pair (inputs, targets) of tensors, or tutti's Samples.
     The order of samples depends on seed and epoch only. `state_dict()` returns the position in the
-    data; `load_state_dict()` continues exactly there, also with another number of ranks.
+    data; `load_state_dict()` continues exactly there, even with a different number of ranks.
 
     Call this function on every rank. Raises RanksDiffer if ranks have different datasets, which
     happens after a random split without a seed.

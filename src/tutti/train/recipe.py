@@ -237,8 +237,8 @@ def _apply(
 
 def _suggest(key: str, prefix: str, recipe: Recipe) -> str:
     """Return the cure for an unknown key: the same key in another section, or a similar key."""
-    here: list[str] = []  # keys at the place of the unknown key
-    paths: dict[str, str] = {}  # key → path, everywhere in the recipe
+    here: list[str] = []  # keys of the section with the unknown key
+    paths: dict[str, str] = {}  # maps every key of the recipe to its path, such as optimization.lr
     for section, values in dataclasses.asdict(recipe).items():
         inner = list(values) if isinstance(values, dict) else []
         here += inner if prefix == f"{section}." else [section] * (not prefix)

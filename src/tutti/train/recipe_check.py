@@ -57,7 +57,7 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
 
 
 def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
-    """Refuse a size of the model that the dataset determines, unless both are the same.
+    """Raise UsageError if a size of the model differs from the size that the dataset determines.
 
     sizes: sizes of the dataset, by their name in the architecture. For text, a model may have more
     tokens and longer sequences than the dataset.
@@ -69,12 +69,12 @@ def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
             continue
         if value != size:
             flag = f"--{name.replace('_', '-')}"
-            cure = f"leave it out{f', or use {size} or more' if larger else ''}"
+            cure = f"Leave it out{f', or use {size} or more' if larger else ''}"
             if name == "image_size" and dataset in ("digits", "synthetic"):
-                cure = f"use --pixels {value}"
+                cure = f"Use --pixels {value}"
             if name == "max_seq_len":
-                cure = f"use --seq-len {value}, or --max-seq-len {size} or more"
-            raise UsageError(f"{flag} {value} has no effect: dataset {dataset} has {size}: {cure}")
+                cure = f"Use --seq-len {value}, or --max-seq-len {size} or more"
+            raise UsageError(f"{flag} {value} has no effect: dataset {dataset} has {size}. {cure}.")
 
 
 def check_flags_have_effect(recipe: Recipe, base: Recipe, benchmark: bool) -> None:
@@ -140,7 +140,7 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
     }
     for requirement, met in requirements.items():
         if recipe.compute.cuda_graph and not met:
-            raise UsageError(f"--cuda-graph needs {requirement}: remove --cuda-graph otherwise")
+            raise UsageError(f"--cuda-graph needs {requirement}. Otherwise remove --cuda-graph.")
 
 
 # -- model and dataset: names, functions, files ----------------------------------------------------
@@ -159,13 +159,13 @@ def _check_model(recipe: Recipe) -> None:
         )
     elif model == "gpt" and recipe.data.dataset in IMAGE_DATASETS:
         raise UsageError(
-            f"--model gpt needs text, dataset {recipe.data.dataset} has no text: use --dataset "
+            f"--model gpt needs text, but dataset {recipe.data.dataset} has no text: use --dataset "
             "stdlib"
         )
     elif model != "gpt" and recipe.data.dataset in TEXT_DATASETS:
         raise UsageError(
-            f"--model {model} needs images, dataset {recipe.data.dataset} has text: use another "
-            "--dataset"
+            f"--model {model} needs images, but dataset {recipe.data.dataset} has text: use "
+            "another --dataset"
         )
 
 
@@ -193,7 +193,7 @@ def _check_dataset(recipe: Recipe) -> None:
 
 
 def _dataset_sizes(recipe: Recipe) -> dict[str, int]:
-    """Return the sizes that a dataset gives to a built-in model, as far as its name tells them."""
+    """Return the sizes that the dataset determines, if they are known from the dataset's name."""
     data = recipe.data
     if recipe.model not in RECIPES:
         return {}
@@ -226,7 +226,7 @@ def check_function(path: str, flag: str, known: tuple[str, ...]) -> None:
         try:
             if "." not in package:
                 spec = importlib.util.find_spec(package)
-            else:  # does not import the packages above, as find_spec would
+            else:  # unlike importlib's find_spec, this does not import the parent packages
                 spec = PathFinder.find_spec(package, locations) if locations else None
         except ValueError:  # an empty name, or a module without a spec, such as __main__
             spec = None
@@ -263,10 +263,10 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
     """Refuse parameters or inputs that alone are larger than the memory of this machine."""
     data, config = recipe.data, recipe.architecture
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needs: dict[str, int] = {}  # what → bytes; a parameter has 4 bytes, a token has 8
+    needs: dict[str, int] = {}  # bytes by description; a parameter has 4 bytes, a token has 8
     if recipe.model in RECIPES:
         needs["the parameters, which the model's sizes determine,"] = (
-            4 * _least_parameters(config, data.pixels) * layout.dp
+            4 * _min_parameters(config, data.pixels) * layout.dp
         )
     if data.dataset in ("stdlib", "text", "tokens", "synthetic") and isinstance(config, GPTConfig):
         needs[f"a batch of {rank_batch} × --seq-len {data.seq_len}"] = 8 * rank_batch * data.seq_len
@@ -280,13 +280,13 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
     for what, size in needs.items():
         if size > memory:
             raise UsageError(
-                f"{what} need {size / 1e9:,.0f} GB, this machine has {memory / 1e9:,.0f} GB: use "
-                "smaller numbers"
+                f"{what} need {size / 1e9:,.0f} GB, but this machine has {memory / 1e9:,.0f} GB: "
+                "use smaller numbers"
             )
 
 
-def _least_parameters(config: Architecture, pixels: int) -> int:
-    """Return the number of parameters, or of the largest layers if there is no formula."""
+def _min_parameters(config: Architecture, pixels: int) -> int:
+    """Return the number of parameters, or without a formula that of the largest layers."""
     if isinstance(config, GPTConfig):
         return config.parameters()
     if isinstance(config, LeNetConfig):
@@ -304,7 +304,10 @@ def _least_parameters(config: Architecture, pixels: int) -> int:
 
 
 def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
-    """Check that tp divides the model and that pp has enough layers; your own model comes later."""
+    """Check that tp divides a built-in model and that pp has enough layers.
+
+    A user's own model is checked after it is built.
+    """
     parallel, config = recipe.parallel, recipe.architecture
     if layout.pp > 1:
         schedule = parallel.pipeline_schedule

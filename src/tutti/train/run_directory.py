@@ -26,8 +26,8 @@ class RunDirectory:
         self.metrics = path / "metrics"
 
     def check(self, resume: bool) -> None:
-        """Refuse to overwrite a run, to resume one that does not exist, and a directory that
-        cannot be written. Changes nothing.
+        """Raise UsageError if the run exists (or, with `resume`, does not exist), or if the
+        directory cannot be written. Nothing is changed on the disk.
         """
         try:
             self._check(resume)
@@ -37,10 +37,10 @@ class RunDirectory:
 
     def _check(self, resume: bool) -> None:
         if resume and not (self.path / "recipe.toml").is_file():
-            problem = "it has no recipe.toml: " if self.path.is_dir() else ""
+            problem = " (it has no recipe.toml)" if self.path.is_dir() else ""
             raise UsageError(
-                f"--resume: there is no run in {self.path}: {problem}check --out, or leave out "
-                "--resume to begin a run"
+                f"--resume: there is no run in {self.path}{problem}. Check --out, or leave out "
+                "--resume to begin a run."
             )
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file: choose another directory")
@@ -66,8 +66,8 @@ class RunDirectory:
             write_atomically(self.path / name, content)
         except OSError as error:
             raise UsageError(
-                f"{self.path / name} was not written: {error.strerror}: free space for --out, or "
-                "choose another directory"
+                f"{self.path / name} was not written: {error.strerror}. Free space for --out, or "
+                "choose another directory."
             ) from None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Metrics:
         try:
             write_atomically(self.path, "".join(kept))
         except OSError as error:
-            reason = f"{error.strerror}: free space for --out"
+            reason = f"{error.strerror}. Free space for --out."
             raise UsageError(f"{self.path} was not written: {reason}") from None
 
     def add(self, step: int, **values: float | int | str | None) -> None:
@@ -178,7 +178,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def _tensorboard_errors(self) -> Iterator[None]:
-        """Record why TensorBoard files cannot be written, and write no more of them."""
+        """If TensorBoard files cannot be written, record the reason and stop writing them."""
         try:
             yield
         except OSError as error:

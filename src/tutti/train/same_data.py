@@ -36,13 +36,13 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 
 def check_same_dataset(world: World, dataset: Dataset, seed: int) -> None:
-    """Raise RanksDiffer, naming the ranks, unless all ranks have the same dataset. Collective."""
+    """Raise RanksDiffer unless all ranks have the same dataset. All ranks must call this."""
     described = describe_samples(dataset.train, "training", seed)
     check_same(world, dataset=described | describe_samples(dataset.test, "test", seed))
 
 
 def check_same_samples(world: World, samples: Samples, seed: int) -> None:
-    """Raise RanksDiffer, naming the ranks, unless all ranks have the same samples. Collective."""
+    """Raise RanksDiffer unless all ranks have the same samples. All ranks must call this."""
     check_same(world, dataset=describe_samples(samples, "its", seed))
 
 

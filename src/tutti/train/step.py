@@ -78,7 +78,8 @@ class Task:
 def check_outputs(outputs: object, targets: Tensor, model: str) -> None:
     """Raise UsageError unless the outputs are logits for targets that are class indices.
 
-    The logits have the shape of the targets and a last dim of classes. Reads no values.
+    The shape of the logits must be the shape of the targets, followed by a dim of classes. This
+    check reads no tensor values.
     """
     if not isinstance(outputs, Tensor):
         keys = [str(key) for key in outputs] if isinstance(outputs, Mapping) else []
@@ -145,8 +146,9 @@ class Step:
         mesh = self.engine.mesh
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
-        # At the end of an epoch there may be fewer samples than microbatches; microbatches that are
-        # empty on every rank are left out. Some rank has at least the mean, rounded up.
+        # At the end of an epoch there may be fewer samples than microbatches. Microbatches that are
+        # empty on every rank are omitted. At least one rank has `largest` samples: the mean over
+        # ranks, rounded up.
         largest = -(-batch.global_count // mesh.layout.data_ranks)
         # A microbatch's loss is weighted by its size over the global count, not by 1/accumulation.
         sizes = even(batch.count, min(self.accumulation, largest))

@@ -204,7 +204,7 @@ def _shares(split: str, ranks: int) -> tuple[float, ...] | None:
 
 _LARGEST = 2**31 - 1
 _LARGEST_SEED = 2**63 - 1
-_MOST_WORKERS = 1024  # processes of one rank
+_MAX_WORKERS = 1024  # processes of one rank
 
 
 def _check_numbers(recipe: Recipe) -> None:
@@ -244,7 +244,7 @@ def _check_numbers(recipe: Recipe) -> None:
         ("warmup", o.warmup, 0 <= o.warmup < 1, f"{below_one} (a fraction of the run)"),
         ("final-lr", o.final_lr, 0 <= o.final_lr <= 1, "from 0 to 1 (a fraction of the peak)"),
         ("epochs", length.epochs, epochs_valid, "finite and positive"),
-        ("workers", data.workers, 0 <= data.workers <= _MOST_WORKERS, f"0 to {_MOST_WORKERS}"),
+        ("workers", data.workers, 0 <= data.workers <= _MAX_WORKERS, f"0 to {_MAX_WORKERS}"),
         ("seed", length.seed, 0 <= length.seed <= _LARGEST_SEED, f"0 to {_LARGEST_SEED}"),
     ):
         if not valid:

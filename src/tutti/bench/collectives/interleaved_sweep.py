@@ -1,4 +1,4 @@
-"""The sweep of `tutti bench collectives`, which measures all backends of a case in turns."""
+"""The sweep of `tutti bench collectives`, which measures all backends of a case in turn."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Pairs: a baseline and its optimized form, measured in turns in one process group and compared.
+"""Pairs: a baseline and its optimized form, measured in turn in one process group and compared.
 
 `tutti bench pairs --file FILE` measures your own pairs. Each pair is made by a function in FILE:
 

@@ -143,7 +143,7 @@ def _step_pair(
 def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> float:
     """Return the key of the fastest call. All ranks must call this function.
 
-    The calls are timed in turns, on the slowest rank.
+    The calls are timed in turn, on the slowest rank.
     """
     times: dict[float, list[float]] = {key: [] for key in calls}
     for _ in range(setting.pick(5, 1) + 2):

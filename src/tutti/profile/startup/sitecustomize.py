@@ -35,7 +35,7 @@ def _load(name: str) -> ModuleType:
 def _begin_capture(settings: dict[str, Any]) -> None:
     """Start a Capture that follows the program's steps. Called after torch was imported."""
     try:
-        # Prevents a crash in gloo's threads at exit, with which the profile would be lost.
+        # This prevents a crash in gloo's threads at exit, which would lose the profile.
         atexit.register(_load("liveness").wait_for_gloo_threads)
         _load("capture").Capture(**settings, replace=False).follow_program()
     except Exception as error:  # the program must run whether or not it can be captured

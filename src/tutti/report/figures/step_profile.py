@@ -116,7 +116,7 @@ def _stragglers(rows: list[Row], ranks: int) -> Figure:
         "xaxis": {"type": "category"},
         "yaxis": plot.axis("ms per step", rangemode="tozero"),
     }
-    parts = [row["instead"]["part"] for row in rows]
+    parts = [row["excess"]["part"] for row in rows]
     named = [row | {"part": plot.NAMES.get(p, p)} for row, p in zip(rows, parts, strict=True)]
     return plot.figure("late_ranks", named, [bars], layout)
 

@@ -43,7 +43,8 @@ def timeline(run: Run) -> Iterator[Figure]:
     length = max(steps[rank].end for rank in ranks) - begin
     rank_traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
     split = {step.rank: step for step in run.explanation.steps if step.step == number}
-    # Join bars over pauses too short for a screen, then over longer pauses until bars are few.
+    # Join bars across pauses that are too short to see. While there are more than _MAX_BARS bars,
+    # also join across longer pauses.
     shortest = length / _RESOLUTION
     while True:
         bars = [

@@ -148,7 +148,7 @@ def _check_index(index: Index, files: Collection[str]) -> None:
     if index["schema"] != SCHEMA:
         raise ValueError(f"the schema is not {SCHEMA}")
     if set(index["files"]) != set(files):
-        raise ValueError(f"{SUMS} names other files")
+        raise ValueError(f"{SUMS} does not list the same files")
     _check_counts([index["step"], index["ranks"]])
     _check_counts([record["bytes"] for record in index["files"].values()])
     options = [index["state"]]
@@ -225,7 +225,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading. Refuse links, and pipes, because reading may block."""
+    """Open a regular file for reading. Refuse links and pipes (reading a pipe may block)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -74,9 +74,9 @@ def _newest_complete(directory: Path, step: int | None) -> tuple[Path, Index]:
     if (step is not None and step not in steps) or not steps:
         missing = "no checkpoint" if step is None else f"no {checkpoint_format.step_name(step)}"
         existing = (
-            f" (there is {', '.join(map(checkpoint_format.step_name, steps))})" if steps else ""
+            f" (it has {', '.join(map(checkpoint_format.step_name, steps))})" if steps else ""
         )
-        raise UsageError(f"{missing} in {directory}{existing}: start without resuming")
+        raise UsageError(f"there is {missing} in {directory}{existing}. Start without resuming.")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     reason = ""
     for candidate in reversed(steps) if step is None else [step]:
@@ -88,7 +88,7 @@ def _newest_complete(directory: Path, step: int | None) -> tuple[Path, Index]:
         reason = f"{path.name} is damaged: {problems[0]}"
         if step is None:
             print_on_rank_0(f"checkpoint {reason}; trying the previous checkpoint")
-    raise UsageError(f"no complete checkpoint in {directory}. {reason}")
+    raise UsageError(f"there is no complete checkpoint in {directory}. {reason}")
 
 
 def verify(path: Path, rank: int, ranks: int) -> Index | str:

@@ -149,7 +149,7 @@ class Checkpoints:
         self._pending = step, self._thread.submit(self._write, path, rank, index, copied)
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks. `failed` has the reason of a failure."""
+        """Wait until the last save has ended on all ranks. On failure, `failed` has the reason."""
         if self._pending is not None:
             self._report(comm.gather_json(self._wait_for_thread()))
 
@@ -246,9 +246,9 @@ class Checkpoints:
         self.failed[step] = reason
         steps = checkpoint_format.saved_steps(self.directory)
         newest = (
-            f"{checkpoint_format.step_name(steps[-1])} is the newest"
+            f"{checkpoint_format.step_name(steps[-1])} is the newest checkpoint"
             if steps
-            else "no earlier one exists"
+            else "no earlier checkpoint exists"
         )
         print_on_rank_0(
             f"checkpoint {checkpoint_format.step_name(step)} was not written: {reason}; {newest}"
@@ -397,7 +397,8 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
                 box_holders = holders.setdefault((name, Box(*map(tuple, shard["box"]))), [])
                 if not (shard["buffer"] and box_holders):  # only the first rank's buffers are saved
                     box_holders.append(rank)
-    # Largest shards first. A shard is assigned to the rank with the fewest bytes that holds it.
+    # The largest shards are assigned first. Among the ranks that hold a shard, the rank with the
+    # fewest bytes so far writes it.
     assigned_bytes = [0] * len(ranks)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     largest_first = sorted(holders.items(), key=lambda item: -math.prod(item[0][1].sizes))

@@ -22,7 +22,7 @@ from tutti.train.checkpoint.format import DTYPES, Box, SavedTensor
 from tutti.world.errors import UsageError
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-# Options that choose an implementation, not a result: these keep the running program's values.
+# Options that affect the implementation, but not the result. They keep the running program's value.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -36,7 +36,7 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
     if len(chunks) != 1:
         raise UsageError(
             f"a tensor of shape {shape} has {len(chunks)} shards on one rank, but checkpoints "
-            "support only one, as with the placements Shard and Replicate"
+            "support only one. Use the placements Shard and Replicate."
         )
     local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.detach(), Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
@@ -66,7 +66,8 @@ class TrainingState:
     def model_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters and persistent buffers with their names, without cloning.
 
-        A tensor that several modules share appears once. A copy has the name of its original.
+        A tensor that several modules share appears once. A copy of a tied parameter on a later
+        pipeline stage has the name of the first copy.
         """
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
