@@ -71,7 +71,7 @@ GPT = ["--recipe", "gpt"]
         ([*GPT, "--dataset", "text", "--data-dir", "/nowhere"], "/nowhere does not exist"),
         ([*GPT, "--dataset", "tokens", "--data-dir", "/etc"], "tokens.json does not exist"),
         (["--resume", "--out", "/nowhere/run"], "no run in /nowhere/run"),
-        (["--resume", "--out", "/etc"], "no run in /etc: it has no recipe.toml"),
+        (["--resume", "--out", "/etc"], "no run in /etc (it has no recipe.toml)"),
         (["--resume"], "Add --out DIR"),
         (["--out", "/etc"], "exists and is not empty: add --resume"),
         (["--out", "/etc/passwd"], "/etc/passwd is a file"),
