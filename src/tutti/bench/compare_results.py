@@ -50,7 +50,7 @@ class Figure(NamedTuple):
 
 
 def read_results(flag: str, path: Path) -> Content:
-    """Return the JSON of a bench. Raises UsageError if the file is missing or no result."""
+    """Return the JSON of a bench. Raises UsageError if the file is not the result of a bench."""
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

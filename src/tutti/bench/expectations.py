@@ -53,7 +53,7 @@ ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 
 class Expectation(NamedTuple):
-    """The parsed argument of --expect: the catalogue if there is no baseline and no rules."""
+    """The parsed argument of --expect. Without a baseline and rules, it is the catalogue."""
 
     name: str
     baseline: Content | None = None  # an earlier result
@@ -156,7 +156,7 @@ def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
         # In rows, the name of a backend may have a suffix: "gloo x16", "shm ring".
         word = text.partition(" ")[0] if name == "backend" else text
         if allowed is not None and word not in allowed:
-            raise UsageError(f"no {name} {text!r}: {did_you_mean(word, allowed)}")
+            raise UsageError(f"there is no {name} {text!r}: {did_you_mean(word, allowed)}")
 
 
 def _check_number(name: str, value: Any) -> None:

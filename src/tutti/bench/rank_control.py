@@ -100,8 +100,9 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     """Run `action` on every rank. Return (result, ""), or (None, reason) if any rank failed.
 
     All ranks must call this function. Only exceptions that a backend raises for an unsupported call
-    are caught. Ranks agree through the store and not in a collective, because other ranks may be
-    inside a collective of `action` and wait for the rank that failed: this rank then raises again.
+    are caught. Ranks exchange the reasons through the store, because a rank that did not fail may
+    still wait inside a collective of `action`. If such a rank does not answer, the rank that failed
+    raises its exception again.
     """
     global _attempts
     _attempts += 1

@@ -171,7 +171,10 @@ _MESSAGE_BYTES = (8, 1 << 10, 64 << 10, 1 << 20)
 def _all_probes(
     heap: Heap, stack: ExitStack
 ) -> Iterator[tuple[str, Callable[[], Iterable[Probe]]]]:
-    """Yield (name, function that makes probes). All ranks call it. `stack` closes structures."""
+    """Yield (name, function that makes probes). All ranks must call each function.
+
+    `stack` closes the structures.
+    """
     slots = iter(range(heap.signals))
     for size in _MESSAGE_BYTES:
         yield f"put and get, {size} bytes", partial(_messages, heap, size, next(slots))
@@ -257,7 +260,7 @@ def _atomics(heap: Heap) -> Iterator[Probe]:
     yield Probe("fetch_add", 8, partial(add, 0), partial(correct, 0, 1))
     yield Probe("compare_swap", 8, swap, partial(correct, 1, 1))
     sums = partial(correct, 2, heap.size)
-    yield Probe("fetch_add, all ranks at one", 8, partial(add, 2), sums, all_ranks=True)
+    yield Probe("fetch_add, all ranks on one counter", 8, partial(add, 2), sums, all_ranks=True)
 
 
 # ---- Structures ----

@@ -43,9 +43,20 @@ if TYPE_CHECKING:
     from tutti.world.exchange import gather_json as gather_json
 
 _COLLECTIVES = (
-    *("all_gather", "all_gather_uneven", "all_reduce", "all_reduce_coalesced", "all_to_all"),
-    *("barrier", "broadcast", "broadcast_coalesced", "gather", "recv", "reduce"),
-    *("reduce_scatter", "scatter", "send"),
+    "all_gather",
+    "all_gather_uneven",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
 )
 _ERRORS = ("CollectiveError", "CollectiveMismatch", "CollectiveTimeout")
 _MODULES = {  # the module of each name

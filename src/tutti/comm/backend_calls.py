@@ -25,8 +25,13 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SUPPORTED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8))
 # For each reduction of bool, the reduction of the bytes 0 and 1 that gives the same result.
 _ON_BOOL = {
-    **{"sum": "max", "max": "max", "bor": "max"},
-    **{"product": "min", "min": "min", "band": "min", "bxor": "bxor"},
+    "sum": "max",
+    "max": "max",
+    "bor": "max",
+    "product": "min",
+    "min": "min",
+    "band": "min",
+    "bxor": "bxor",
 }
 # For each bitwise reduction, the reduction that gives the same result if each bit is sent as one
 # byte; the lowest bit of a sum is the xor.

@@ -158,8 +158,13 @@ def _compare_calls(calls: Sequence[Operation]) -> None:
         if call.splits is not None and shape is not None:
             shape[0] = -1  # the number of rows may differ between ranks
         description = {
-            **{"operation": call.kind, "shape": shape, "dtype": call.dtype_name},
-            **{"reduction": call.op, "root": call.root, "splits": call.splits, "where": call.where},
+            "operation": call.kind,
+            "shape": shape,
+            "dtype": call.dtype_name,
+            "reduction": call.op,
+            "root": call.root,
+            "splits": call.splits,
+            "where": call.where,
         }
         by_group.setdefault(call.comm_group, []).append(description)
     # Publish all before waiting for any, so that the order of groups does not matter.

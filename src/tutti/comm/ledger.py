@@ -355,9 +355,18 @@ def _read_ledger(
             continue
         records.append(
             OperationRecord(
-                *(KINDS[kind], label, _text(name), sequence, bytes, DTYPES[dtype] if kind else ""),
-                *(peer, STATES[state], (now - began) / 1e9, (now - ended) / 1e9 if ended else None),
-                *(_text(where), written_by),
+                KINDS[kind],
+                label,
+                _text(name),
+                sequence,
+                bytes,
+                DTYPES[dtype] if kind else "",
+                peer,
+                STATES[state],
+                (now - began) / 1e9,
+                (now - ended) / 1e9 if ended else None,
+                _text(where),
+                written_by,
             )
         )
     _, recorded, location = _LOCATION.unpack(location_raw)

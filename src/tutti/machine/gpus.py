@@ -17,7 +17,7 @@ from tutti.machine.sysfs import SysFiles
 
 @dataclass(frozen=True)
 class NvLink:
-    """One NVLink of a GPU. Error counters count since the driver was loaded."""
+    """One NVLink of a GPU. The error counters are 0 when the driver is loaded."""
 
     index: int
     active: bool | None
@@ -198,8 +198,15 @@ def nvml(reasons: dict[str, str] | None = None) -> Iterator[Any]:
 # Constants of the NVML interface. Older nvidia-ml-py versions do not define names for some of them.
 _SM, _MEMORY = 1, 2
 _THROTTLE = (  # in bit order, lowest bit first
-    *("idle", "application_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal"),
-    *("hw_thermal", "hw_power_brake", "display"),
+    "idle",
+    "application_clocks",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal",
+    "hw_thermal",
+    "hw_power_brake",
+    "display",
 )
 _COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 _FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
@@ -216,8 +223,7 @@ class _Query:
     """Calls NVML functions for one GPU, NVLink or pair of GPUs, which `handles` identifies.
 
     If a call fails, it returns None and records NVML's reason in `unknown` for each field that the
-    call would have set. `names` lists these fields, separated by spaces; they are relative to
-    `field`.
+    call would have set. `names` lists these fields, separated by spaces, as paths below `field`.
     """
 
     library: Any
@@ -416,7 +422,7 @@ def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
     bits = [info.healthMask >> shift & 3 for shift in (0, 2, 4, 6)]
     state = _FABRIC_STATES.get(info.state, str(info.state))
     if not any(bits):
-        query.note("fabric_healthy", f"fabric state {state}: no health is reported")
+        query.note("fabric_healthy", f"fabric state {state}: health is not reported")
         return state, None
     return state, 1 not in bits
 

@@ -17,7 +17,7 @@ class Operation:
     """A collective, and how its size is counted."""
 
     name: str
-    sharded: bool  # S is the size of all ranks' shards, `count` the mean number of elements
+    sharded: bool  # S is the size of all shards, and `count` is the mean size of a shard
     reduces: bool
     native: str  # the form in torch.distributed: "in" for in place, "out" for out of place
     placements: tuple[str, ...] = ("out", "in")

@@ -1,4 +1,4 @@
-"""Terminal output: width, wrapping, tables, and pipes whose reader has ended."""
+"""Terminal output: width, wrapping, tables, and output to a pipe that its reader has closed."""
 
 import os
 import shutil

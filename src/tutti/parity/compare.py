@@ -232,8 +232,16 @@ def _merge(
 # -- all layouts -----------------------------------------------------------------------------------
 
 _COMPARED = (  # keys of a row that are null if the layout could not be compared
-    *("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err", "buffer_rel_err"),
-    *("worst_parameter", "worst_role", "worst_buffer", "own_buffers", "diagnosis"),
+    "loss_rel_err",
+    "grad_rel_err",
+    "norm_rel_err",
+    "update_rel_err",
+    "buffer_rel_err",
+    "worst_parameter",
+    "worst_role",
+    "worst_buffer",
+    "own_buffers",
+    "diagnosis",
 )
 
 

@@ -104,7 +104,12 @@ class DistributedTensor(Structure):
             row_bytes = self.columns * dtype.itemsize
             self._native = self._core.tutti_rows_create(
                 self._addresses_of(self._table),
-                *(heap.size, heap.rank, rows, row_bytes, row_bytes, self.rows.cyclic),
+                heap.size,
+                heap.rank,
+                rows,
+                row_bytes,
+                row_bytes,
+                self.rows.cyclic,
             )
         heap.barrier()
 

@@ -45,7 +45,12 @@ class ParameterCache(Structure):
         memory = self._zeros((self.rows.per_rank * stride,))
         self._native = self._core.tutti_rows_create(
             self._addresses_of(memory),
-            *(heap.size, heap.rank, rows, row_bytes, stride, self.rows.cyclic),
+            heap.size,
+            heap.rank,
+            rows,
+            row_bytes,
+            stride,
+            self.rows.cyclic,
         )
         self._row = torch.empty(columns, dtype=dtype)
         self._lookup = self._core_holding_gil.tutti_rows_lookup
@@ -136,7 +141,9 @@ class ParameterCache(Structure):
         state = self._await(
             self._state(index),
             version << native.VERSION_SHIFT,
-            *(self.owner(index), timeout, f"version {version} of row {index}"),
+            self.owner(index),
+            timeout,
+            f"version {version} of row {index}",
         )
         return state >> native.VERSION_SHIFT
 

@@ -113,8 +113,12 @@ class RingBuffer(Structure):
         if value.is_cpu and value.is_contiguous() and not self._on_gpu:
             core = self._core_holding_gil if self._slot_bytes <= 32 << 10 else self._core
             core.tutti_put_signal(
-                *(self._addresses[slot], value.data_ptr(), self._slot_bytes),
-                *(self._filled, self._done + 1, 0),
+                self._addresses[slot],
+                value.data_ptr(),
+                self._slot_bytes,
+                self._filled,
+                self._done + 1,
+                0,
             )
             self._done += 1
         else:

@@ -81,13 +81,24 @@ _TORCH_LAUNCHERS = {
     "environment": _REQUIRED,
 }
 _OPTIONAL = {
-    **{"local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"},
-    **{"node": "GROUP_RANK", "nodes": "GROUP_WORLD_SIZE"},
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+    "node": "GROUP_RANK",
+    "nodes": "GROUP_WORLD_SIZE",
 }
 _LAUNCHER_VARIABLES = {
-    *(*_REQUIRED, *_OPTIONAL.values(), "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-    *("SLURM_STEP_ID", "SLURM_STEPID", "TUTTI_RUN_ID", "TUTTI_REPORT", "TUTTI_RANKS_PER_GPU"),
-    *("TUTTI_TIMEOUT", "TUTTI_START_TIMEOUT"),
+    *_REQUIRED,
+    *_OPTIONAL.values(),
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "SLURM_STEP_ID",
+    "SLURM_STEPID",
+    "TUTTI_RUN_ID",
+    "TUTTI_REPORT",
+    "TUTTI_RANKS_PER_GPU",
+    "TUTTI_TIMEOUT",
+    "TUTTI_START_TIMEOUT",
 }
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
 

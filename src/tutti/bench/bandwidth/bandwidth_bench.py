@@ -156,10 +156,19 @@ class BandwidthBench:
 
     def _empty_row(self, flow: Flow, size: int) -> Row:
         return {
-            **{"src": flow[0], "dst": flow[1], "backend": self.backend, "bytes": size},
+            "src": flow[0],
+            "dst": flow[1],
+            "backend": self.backend,
+            "bytes": size,
             "class": link_verdicts.pair_class(*(self.locations[rank] for rank in flow)),
-            **dict.fromkeys(("gbs_uni", "gbs_uni_best", "gbs_bi", "gbs_bi_best")),
-            **{"spread": 0.0, "wrong": 0, "verdict": "unknown", "causes": []},
+            "gbs_uni": None,
+            "gbs_uni_best": None,
+            "gbs_bi": None,
+            "gbs_bi_best": None,
+            "spread": 0.0,
+            "wrong": 0,
+            "verdict": "unknown",
+            "causes": [],
         }
 
     def _published(self, row: Row) -> Figure | None:

@@ -371,4 +371,5 @@ def _less_than_others(
     for field, unit in units.items():
         values = [other[field] for other in others if other and other[field] is not None]
         if device[field] is not None and values and device[field] < min(values):
-            yield f"observed: {name} has {device[field]}{unit}, the others {min(values)} or more"
+            least = f"the others have {min(values)} or more"
+            yield f"observed: {name} has {device[field]}{unit}, but {least}"

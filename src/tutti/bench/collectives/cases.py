@@ -20,7 +20,11 @@ from tutti.world.world import World
 _PERIOD = 8191
 _SENDS_ALL_SHARDS = ("reduce_scatter", "scatter", "all_to_all", "all_to_all_uneven")
 _RECEIVES_ALL_SHARDS = (
-    *("all_gather", "gather", "all_gather_uneven", "all_to_all", "all_to_all_uneven"),
+    "all_gather",
+    "gather",
+    "all_gather_uneven",
+    "all_to_all",
+    "all_to_all_uneven",
 )
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)

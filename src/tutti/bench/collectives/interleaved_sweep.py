@@ -50,7 +50,7 @@ class Sweep:
     world: World
     budget: float  # seconds per backend, case and timing
     timings: Sequence[str] = ("back-to-back",)
-    iterations: int | None = None  # number of timed calls, or None: as many as the budget allows
+    iterations: int | None = None  # number of timed calls, or None to use the whole budget
     max_warmup: int = 20  # maximum number of untimed calls
     max_rounds: int = 8  # maximum number of rounds; every backend has one turn per round
     rows: list[Row] = field(default_factory=list)
@@ -149,8 +149,8 @@ class Sweep:
                     return []
                 samples[position].append(self._round(entry, timing))
                 if last_round:
-                    # Each timed call of an in-place reduction has added up the sums of the call
-                    # before, so the result of one more call with fresh data is checked.
+                    # The input of a timed in-place reduction is the result of the previous call,
+                    # so one more call with fresh data is made and its result is checked.
                     call_again = case.in_place and case.operation.reduces
                     wrong = self._count_wrong(entry, call_again)
                     entry.wrong += self.control.sum_over_ranks(wrong)

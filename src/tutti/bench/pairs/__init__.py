@@ -81,11 +81,11 @@ class Setting:
         """Return `quick` if --quick is set, else `full`."""
         return quick if self.quick else full
 
-    def need(self, has: bool, reason: str) -> None:
-        """Skip the pair unless `has` is true on every rank. All ranks must call this method."""
+    def need(self, condition: bool, reason: str) -> None:
+        """Skip the pair unless the condition holds on every rank. All ranks must call this."""
         from tutti.world.exchange import gather_json
 
-        if not all(gather_json(has)):
+        if not all(gather_json(condition)):
             raise Unsupported(reason)
 
 

@@ -76,7 +76,7 @@ def overlap(setting: Setting) -> Pair:
 
 
 def buckets(setting: Setting) -> Pair:
-    """Compare one bucket, reduced after backward, with buckets that each have a fixed cost."""
+    """Compare one bucket, reduced after backward, with several buckets, reduced during backward."""
     size = _size(setting, "large")
     batch = [_inputs(size, setting)]
     one = _ddp(size, setting, bucket_mb=_ONE_BUCKET)
@@ -116,7 +116,7 @@ def accumulation(setting: Setting) -> Pair:
 
 
 def bf16_gradients(setting: Setting) -> Pair:
-    """Compare float32 gradients with half the bytes: gradients rounded to 8 significant bits."""
+    """Compare all-reduces of float32 gradients with bfloat16, which has half the bytes."""
     size = _size(setting, "large")
     full, rounded = (_ddp(size, setting) for _ in range(2))
     rounded.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
@@ -176,7 +176,7 @@ class _Size:
 
 # {name: (size on the CPU, size on a GPU)}
 _SIZES = {
-    # Gradients are larger than the caches, and are communicated as long as they are computed.
+    # Gradients are larger than the caches. Communicating them takes as long as computing them.
     "large": (_Size(16, 1024, 8), _Size(12, 2048, 1024)),
     # Layers of equal size. The backward of a layer takes several times as long as a message.
     "many layers": (_Size(12, 512, 128), _Size(12, 2048, 1024)),

@@ -62,7 +62,7 @@ class PairedRuns:
             self.rows.append(row)
 
     def add_failed(self, entry: PairEntry, error: str) -> None:
-        """Add the row of a pair that ended ranks which were started before."""
+        """Add the row of a pair whose error ended the previous ranks."""
         check = f"failed: {error.replace('failed: ', '', 1)}"
         named = {"name": entry.name, "about": entry.about}
         self.rows.append({**named, **dict.fromkeys(_STATISTICS), "check": check})

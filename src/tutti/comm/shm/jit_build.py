@@ -70,8 +70,13 @@ def core_library() -> Library:
         ("CC", "cc", "gcc", "clang"),
         # -ffp-contract=off rounds once per operation, so that all machines give the same bits.
         (
-            *("-O3", "-g0", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off"),
-            *("-Wall", "-Wextra"),
+            "-O3",
+            "-g0",
+            "-std=gnu11",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wextra",
         ),
         ("-pthread",),
         f"{sys.platform}-{platform.machine()}",
@@ -96,7 +101,12 @@ def front_library() -> Library:
         (*sorted(folder.glob("*.h")), FOLDER / "core/tutti_shm.h"),
         ("CXX", "c++", "g++", "clang++"),
         (
-            *("-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"),
+            "-O2",
+            "-g0",
+            "-std=c++20",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wextra",
             f"-D_GLIBCXX_USE_CXX11_ABI={cxx11_abi}",
         ),
         # torch has loaded these before the front is loaded, so no run path is needed. libstdc++

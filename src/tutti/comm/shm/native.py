@@ -17,8 +17,14 @@ from tutti.world.errors import RanksDiffer, UsageError
 
 _HEADERS = ("tutti_shm.h", "ledger.h", "structures.h")
 _C_TYPES = {
-    **{"void": None, "int": ctypes.c_int, "double": ctypes.c_double, "tutti_done": c_void_p},
-    **{"int32_t": c_int32, "uint32_t": c_uint32, "uint64_t": c_uint64, "int64_t": ctypes.c_int64},
+    "void": None,
+    "int": ctypes.c_int,
+    "double": ctypes.c_double,
+    "tutti_done": c_void_p,
+    "int32_t": c_int32,
+    "uint32_t": c_uint32,
+    "uint64_t": c_uint64,
+    "int64_t": ctypes.c_int64,
 }
 
 
@@ -94,9 +100,14 @@ class ShmRanksDiffer(ShmError, RanksDiffer):
 
 
 _ERRORS: dict[str, type[Exception]] = {
-    **{"TIMEOUT": ShmTimeout, "PEER_DIED": PeerDied, "PEER_LEFT": PeerLeft},
-    **{"MISMATCH": ShmRanksDiffer, "NO_MEMORY": ShmNoMemory, "SYSTEM": ShmError},
-    **{"BAD_ARGUMENT": ValueError, "CLOSED": GroupClosed},
+    "TIMEOUT": ShmTimeout,
+    "PEER_DIED": PeerDied,
+    "PEER_LEFT": PeerLeft,
+    "MISMATCH": ShmRanksDiffer,
+    "NO_MEMORY": ShmNoMemory,
+    "SYSTEM": ShmError,
+    "BAD_ARGUMENT": ValueError,
+    "CLOSED": GroupClosed,
 }
 _ERROR_OF_CODE = {_CONSTANTS[name]: error for name, error in _ERRORS.items()}
 

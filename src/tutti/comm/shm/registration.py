@@ -137,9 +137,12 @@ def _create(options: Any, pg_options: Any) -> Any:
     from tutti.comm.shm.connect import make
 
     return make(
-        *(options.store, options.group_rank, options.group_size),
+        options.store,
+        options.group_rank,
+        options.group_size,
         timedelta(seconds=options.timeout.total_seconds()),
-        *(options.group_id, list(options.global_ranks_in_group)),
+        options.group_id,
+        list(options.global_ranks_in_group),
         # In "cpu:shm,cuda:nccl" the options may be those of NCCL.
         pg_options if isinstance(pg_options, ShmOptions) else None,
     )

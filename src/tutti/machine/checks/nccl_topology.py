@@ -254,8 +254,8 @@ def cure_of(*messages: str) -> str:
 def nccl_starts(cluster: Cluster) -> Findings:
     results = _results(cluster)
     failed = [result for result in results if result.error]
-    # Ranks that fail for the same reason give one finding. The ranks that were stopped because of
-    # them give none.
+    # Ranks that fail for the same reason give one finding. Ranks that were stopped because another
+    # rank failed give no finding.
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for result in [each for each in failed if each.error != STOPPED] or failed:
         warnings = _warnings(result)

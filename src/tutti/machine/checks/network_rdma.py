@@ -135,8 +135,8 @@ def interface_choice(cluster: Cluster, host: int) -> Findings:
 
 @cluster_check("network.mtu")
 def mtu(cluster: Cluster) -> Findings:
-    # Groups of MTUs that must be equal, by (host, interface). The RoCE ports of a host are a group,
-    # and so are the interfaces with the same name on all hosts.
+    # Groups of MTUs that must be equal, by (host, interface). The RoCE ports of one host form a
+    # group. The interfaces of all hosts that have the same name also form a group.
     groups: dict[str, dict[tuple[str, str], int]] = {}
     for machine in cluster.machines:
         roce = {p.netdev for p in machine.rdma if p.link_layer == "Ethernet" and p.netdev}

@@ -211,7 +211,7 @@ def _by_kind(rates: Sequence[MeasuredRate]) -> dict[str, list[MeasuredRate]]:
 def _slow_finding(
     scope: str, value: float, usual: float, observed: str, expected: str, host: str = ""
 ) -> Finding:
-    """Return a finding about a slow device or link: below half of the usual speed, a failure."""
+    """Return a finding about a slow device or link. Below half of the usual speed, it is a fail."""
     return (fail if value < _BROKEN * usual else warn)(scope, observed, expected, host=host)
 
 

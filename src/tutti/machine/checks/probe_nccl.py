@@ -29,7 +29,7 @@ _SECONDS = 90.0
 # to report a failure of their own.
 _SECONDS_AFTER_FAILURE = 5.0
 _COUNT = 100_003
-# With more ranks, the connections of the all_reduce are enough: an all_to_all connects all pairs.
+# With more ranks, only the all_reduce runs, because an all_to_all would connect all pairs of ranks.
 _MAX_RANKS_ALL_PAIRS = 64
 
 
