@@ -1,34 +1,39 @@
-"""How well `tutti scale` measures causes that are planted into a plain DDP program.
+"""How well `tutti scale` finds causes of known size that are planted into six kinds of program.
 
-    python benchmarks/planted_causes.py --json planted_causes_MACHINE_DATE.json
+    python benchmarks/planted_causes.py --minutes 8 --json planted_causes_MACHINE_DATE.json
 
-With two ranks the program loses a known time in each step, with one rank it does not:
+`planted_programs.py` has the programs and the causes. The grid is every kind of program, cause and
+size, on quiet cores and with a busy loop beside the program. Cases run at the same time, each on
+its own set of cores (`--cores`), to which also its busy loop is bound. If `--minutes` are too short
+for the grid, a random sample of it is run, chosen by `--seed`, with every pair of program and
+cause before any pair comes twice.
 
-    input     the dataset sleeps
-    gap       all ranks sleep in the training loop
-    compute   all ranks multiply matrices
-    wait      rank 1 sleeps, and rank 0 waits for it
-    exposed   all ranks all-reduce a tensor while nothing computes
-
-The program times the planted part of each step itself. `nothing` is planted first: the loss that
-the program has anyway is subtracted. A cause is right if its error is at most 15 %, or if the
-planted time lies within its quartiles. `--busy` also runs everything with a busy loop
-beside it.
+First, every kind of program runs with nothing planted, quiet and busy: the loss that the program
+has anyway is subtracted. A planted cause is right if the figure that `tutti scale` prints (share
+of the step × step) differs from the planted seconds, which the program measures itself, by at most
+15 %, or if its printed quartiles include the planted seconds. Plain DDP with nothing planted runs
+10 times: the largest named cause should be the same each time, or none.
 """
 
 import argparse
 import json
 import os
+import platform
+import queue
+import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
+KINDS = ("ddp", "fsdp2", "accelerate", "lightning", "hf_trainer", "tutti")
 CAUSES = {
     "input": "input",
     "gap": "gaps",
@@ -36,125 +41,184 @@ CAUSES = {
     "wait": "wait",
     "exposed": "exposed_comm",
 }
-PARTS = {"gaps": "host_gap", "exposed_comm": "exposed"}  # where part and cause differ in name
 TOLERANCE = 0.15
+STABILITY_RUNS = 10
+PROGRAMS = Path(__file__).with_name("planted_programs.py")
 
 
-def train(cause: str, seconds: float, times: Path) -> None:
-    """One rank of plain DDP; rank 0 (for `wait`, rank 1) writes the planted seconds per step."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, Dataset
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    cause: str
+    milliseconds: float
+    busy: bool
+    number: int = 0  # of the runs with nothing planted
 
-    torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    rank, planted = dist.get_rank(), dist.get_world_size() > 1
-    measured: list[float] = []
-    matrix, message = torch.randn(192, 192), torch.ones(250_000)
-
-    def plant(where: str, only_rank: int | None = None) -> None:
-        if not planted or cause != where or only_rank not in (None, rank):
-            return
-        began = time.perf_counter()
-        if where == "compute":
-            while time.perf_counter() - began < seconds:
-                torch.mm(matrix, matrix)
-        elif where == "exposed":
-            for _ in range(messages):
-                dist.all_reduce(message)
-        else:
-            time.sleep(seconds)
-        measured.append(time.perf_counter() - began)
-
-    class Samples(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 1_000_000
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if index % 64 == 0:
-                plant("input")
-            return torch.zeros(256)
-
-    messages = 1
-    if planted and cause == "exposed":  # how many messages take this long
-        plant("exposed")
-        measured.clear()
-        for _ in range(20):
-            dist.barrier()
-            plant("exposed")
-        count = torch.tensor([seconds / median(measured)])
-        dist.broadcast(count, 0)
-        messages = max(1, round(count.item()))
-        measured.clear()
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for number, batch in enumerate(DataLoader(Samples(), batch_size=64)):
-        optimizer.zero_grad()
-        loss = model(batch.repeat(8, 1)).square().mean()
-        plant("gap")
-        plant("compute")
-        plant("wait", only_rank=1)
-        if planted and cause == "exposed":
-            dist.barrier()
-            plant("exposed")
-        loss.backward()
-        optimizer.step()
-        if number == 20 and rank == (1 if cause == "wait" else 0) and planted:
-            times.write_text(json.dumps(measured[6:]))  # before the steps are recorded
+    @property
+    def title(self) -> str:
+        load = "busy" if self.busy else "quiet"
+        return f"{self.kind:<10} {load:<5} {self.cause:<7} {self.milliseconds:3.0f} ms"
 
 
-def scale(cause: str, seconds: float, options: argparse.Namespace) -> dict[str, Any]:
+def run_case(case: Case, cores: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
     """Run tutti scale on the program; returns its row with two ranks and the planted seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        times = Path(folder) / "planted.json"
-        out = Path(folder) / "out"
-        words = ["scale", "--ranks", "1,2", "--repeats", str(options.repeats), "--out", str(out)]
-        words += ["--device", "cpu", "--", __file__, "--train", cause, str(seconds), str(times)]
-        done = subprocess.run(
-            [sys.executable, "-m", "tutti", *words], capture_output=True, text=True
-        )
+        times, out = Path(folder) / "times", Path(folder) / "out"
+        times.mkdir()
+        command = [sys.executable, "-m", "tutti", "scale", "--ranks", "1,2", "--device", "cpu"]
+        command += ["--mode", "weak", "--repeats", str(options.repeats), "--out", str(out)]
+        if case.kind == "tutti":
+            command += ["--recipe", "own", "--model", f"{PROGRAMS.stem}:model"]
+            command += ["--dataset", f"{PROGRAMS.stem}:dataset", "--batch", "32"]
+        else:
+            command += ["--", str(PROGRAMS), case.kind]
+        env = os.environ | {"PLANT": f"{case.cause}:{case.milliseconds / 1e3}:{times}"}
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path if entry)
+
+        def bind() -> None:
+            os.sched_setaffinity(0, cores)
+
+        loop = None
+        if case.busy:
+            loop = subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=bind)
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command,
+                env=env,
+                cwd=PROGRAMS.parent,
+                preexec_fn=bind,
+                capture_output=True,
+                text=True,
+            )
+        finally:
+            if loop is not None:
+                loop.kill()
+                loop.wait()
         if done.returncode:
-            raise SystemExit(done.stdout + done.stderr)
-        result = json.loads((out / "scale.json").read_text())
-        row = result["rows"][1]
-        planted = median(json.loads(times.read_text())) if cause != "nothing" else 0.0
-        runs = {(run["ranks"], run["repeat"]): run["parts_s"] for run in result["runs"]}
-        parts = {name: PARTS.get(name, name) for name in CAUSES.values()}
-        # The excess of two ranks over one rank in each repeat, in seconds.
-        excess = {
-            name: [
-                runs[2, repeat][part] - runs[1, repeat][part] for repeat in range(options.repeats)
-            ]
-            for name, part in parts.items()
+            return {"case": asdict(case), "error": (done.stdout + done.stderr)[-4000:]}
+        results = json.loads((out / "scale.json").read_text())
+        # The first steps of each run are not timed.
+        lost = [s for path in times.iterdir() for s in json.loads(path.read_text())[8:]]
+        return {
+            "case": asdict(case),
+            "seconds": time.monotonic() - began,
+            "planted_s": median(lost) if lost else 0.0,
+            "row": results["rows"][1],
+            "runs": [run | {"recorded": _recorded_steps(run)} for run in results["runs"]],
         }
-        return {"cause": cause, "planted_s": planted, "row": row, "excess_s": excess}
 
 
-def compare(found: dict[str, Any], nothing: dict[str, Any]) -> dict[str, Any]:
-    """Compare the median and the quartiles of a planted cause with the planted seconds.
+def _recorded_steps(run: dict[str, Any]) -> list[Any]:
+    """Return (rank, step, parts in µs) of each recorded step, and the timed steps of each rank."""
+    from tutti.profile.explain import explain, trace_files
 
-    Seconds of a step are compared, not shares: the other parts of a step may vary.
-    """
-    row, name = found["row"], CAUSES[found["cause"]]
-    by_itself = median(nothing["excess_s"][name])
-    low, measured, high = (
-        float(np.percentile(found["excess_s"][name], percent)) - by_itself
-        for percent in (25, 50, 75)
-    )
-    error = measured / found["planted_s"] - 1
-    return {
-        "cause": found["cause"],
-        "planted_ms": 1e3 * found["planted_s"],
-        "measured_ms": 1e3 * measured,
-        "error": error,
+    explanation = explain(trace_files(Path(run["folder"])))
+    steps: list[Any] = [
+        [step.rank, step.step, {name: round(1e6 * part) for name, part in step.parts.items()}]
+        for step in explanation.steps
+    ]
+    for trace in explanation.traces:
+        timed = [round(1e6 * seconds) for seconds in trace.capture_info.get("step_s", [])]
+        steps.append([trace.rank, "timed", timed])
+    return steps
+
+
+def printed(result: dict[str, Any], cause: str) -> tuple[float, float, float]:
+    """Return the low quartile, the median and the high quartile of a cause, in seconds."""
+    row = result["row"]
+    low, high = row["loss_quartiles"][cause]
+    share = (row["loss"] | row["other"])[cause]
+    return low * row["step_s"], share * row["step_s"], high * row["step_s"]
+
+
+def compare(result: dict[str, Any], nothing: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the printed figures of a planted cause with the planted seconds."""
+    case, row, planted = result["case"], result["row"], result["planted_s"]
+    name = CAUSES[case["cause"]]
+    own = median(printed(other, name)[1] for other in nothing) if nothing else 0.0
+    low, found, high = (seconds - own for seconds in printed(result, name))
+    error = found / planted - 1
+    return case | {
+        "planted_ms": 1e3 * planted,
+        "found_ms": 1e3 * found,
         "quartiles_ms": [1e3 * low, 1e3 * high],
-        "right": abs(error) <= TOLERANCE or low <= found["planted_s"] <= high,
-        "largest_named": row["named"][:1] == [name],
+        "own_ms": 1e3 * own,
+        "error": error,
+        "within_quartiles": low <= planted <= high,
+        "right": abs(error) <= TOLERANCE or low <= planted <= high,
         "named": row["named"],
+        "step_ms": 1e3 * row["step_s"],
         "unexplained": row["other"]["unexplained"],
         "verdict": row["verdict"],
+    }
+
+
+def plan(options: argparse.Namespace) -> list[Case]:
+    """Return the cases in the order in which they begin."""
+    loads = {"quiet": (False,), "busy": (True,), "both": (False, True)}[options.load]
+    kinds, causes = options.kinds.split(","), options.causes.split(",")
+    nothing = [Case(kind, "nothing", 0, busy) for busy in loads for kind in kinds]
+    nothing += [Case("ddp", "nothing", 0, False, n) for n in range(1, options.stability)]
+    grid = [
+        Case(kind, cause, float(size), busy)
+        for kind in kinds
+        for cause in causes
+        for size in options.milliseconds.split(",")
+        for busy in loads
+    ]
+    random.Random(options.seed).shuffle(grid)
+    seen: Counter[tuple[str, str]] = Counter()
+    rounds = []
+    for case in grid:
+        rounds.append(seen[case.kind, case.cause])
+        seen[case.kind, case.cause] += 1
+    order = sorted(range(len(grid)), key=lambda index: rounds[index])
+    return nothing + [grid[index] for index in order]
+
+
+def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compare all results with what was planted, and count."""
+    measured = [result for result in results if "error" not in result]
+    nothing: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for result in measured:
+        if result["case"]["cause"] == "nothing":
+            key = result["case"]["kind"], result["case"]["busy"]
+            nothing.setdefault(key, []).append(result)
+    compared = [
+        compare(result, nothing.get((result["case"]["kind"], result["case"]["busy"]), ()))
+        for result in measured
+        if result["case"]["cause"] != "nothing"
+    ]
+
+    def counts(key: str) -> dict[str, str]:
+        groups: dict[str, list[bool]] = {}
+        for each in compared:
+            groups.setdefault(str(each[key]), []).append(each["right"])
+        return {name: f"{sum(right)} of {len(right)}" for name, right in sorted(groups.items())}
+
+    stability = [
+        {"named": result["row"]["named"], "verdict": result["row"]["verdict"]}
+        for result in nothing.get(("ddp", False), [])
+    ]
+    largest = Counter((each["named"] or ["none"])[0] for each in stability)
+    unexplained = [abs(result["row"]["other"]["unexplained"]) for result in measured]
+    return {
+        "right": f"{sum(each['right'] for each in compared)} of {len(compared)}",
+        "by_cause": counts("cause"),
+        "by_kind": counts("kind"),
+        "by_milliseconds": counts("milliseconds"),
+        "by_busy": counts("busy"),
+        "planted_is_largest_named": sum(
+            each["named"][:1] == [CAUSES[each["cause"]]] for each in compared
+        ),
+        "median_unexplained": median(unexplained) if unexplained else None,
+        "largest_named_with_nothing_planted": dict(largest),
+        "failed": [result for result in results if "error" in result],
+        "cases": compared,
+        "nothing_planted": stability,
     }
 
 
@@ -162,49 +226,80 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--minutes", type=float, default=8, help="no case ends much later")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of the grid")
+    parser.add_argument("--cores", type=int, default=3, help="number of cores of each case")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--causes", default=",".join(CAUSES))
     parser.add_argument("--milliseconds", default="20,40,80")
+    parser.add_argument("--load", choices=("both", "quiet", "busy"), default="both")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trials", type=int, default=1, help="how often everything is run")
-    parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--stability", type=int, default=STABILITY_RUNS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    available = sorted(os.sched_getaffinity(0))
+    size = min(options.cores, len(available))
+    sets = [available[n : n + size] for n in range(0, len(available) - size + 1, size)]
+    cases = plan(options)
+    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in cases:
+        waiting.put(case)
+    end = time.monotonic() + 60 * options.minutes
     results: list[dict[str, Any]] = []
-    for busy in (False, True) if options.busy else (False,):
-        loop = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
-        try:
-            for _ in range(options.trials):
-                nothing = scale("nothing", 0.0, options)
-                print(f"busy={busy} nothing: {nothing['row']['verdict']}", flush=True)
-                for cause in options.causes.split(","):
-                    for milliseconds in options.milliseconds.split(","):
-                        found = scale(cause, float(milliseconds) / 1e3, options)
-                        result = compare(found, nothing) | {"busy": busy}
-                        results.append(result)
-                        print(
-                            "busy={busy} {cause:<8} planted {planted_ms:6.1f} ms, measured "
-                            "{measured_ms:6.1f} ({error:+.0%}), right: {right}, largest named: "
-                            "{largest_named}, unexplained {unexplained:+.1%}\n    {verdict}".format(
-                                **result
-                            ),
-                            flush=True,
-                        )
-                        if options.json is not None:
-                            content = {"command": sys.argv, "results": results}
-                            options.json.write_text(json.dumps(content, indent=1))
-        finally:
-            if loop is not None:
-                loop.kill()
-    for busy in sorted({result["busy"] for result in results}):
-        chosen = [result for result in results if result["busy"] is busy]
-        right = sum(result["right"] for result in chosen)
-        named = sum(result["largest_named"] for result in chosen)
-        print(f"busy={busy}: {right} of {len(chosen)} right, {named} named as the largest cause")
+    lock = threading.Lock()
+
+    def content() -> dict[str, Any]:
+        return {
+            "command": sys.argv,
+            "machine": {
+                "processor": _processor(),
+                "cores": len(available),
+                "cores_of_a_case": size,
+                "python": platform.python_version(),
+            },
+            "planned": len(cases),
+            "summary": summarize(results),
+            "results": results,
+        }
+
+    def work(cores: Sequence[int]) -> None:
+        longest = 0.0
+        while time.monotonic() + longest < end:
+            try:
+                case = waiting.get_nowait()
+            except queue.Empty:
+                return
+            began = time.monotonic()
+            result = run_case(case, cores, options)
+            longest = max(longest, time.monotonic() - began)
+            with lock:
+                results.append(result)
+                print(f"{case.title} ({time.monotonic() - began:.0f} s): ", end="")
+                print(result.get("error", result.get("row", {}).get("verdict")), flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(content()))
+
+    threads = [threading.Thread(target=work, args=(cores,)) for cores in sets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    summary = summarize(results)
+    for each in summary.pop("cases"):
+        print(
+            "{kind:<10} {cause:<8} busy={busy!s:<5} planted {planted_ms:6.1f} ms, found "
+            "{found_ms:6.1f} ({error:+.0%}), quartiles {quartiles_ms[0]:.1f} to "
+            "{quartiles_ms[1]:.1f}, right: {right}, unexplained {unexplained:+.1%}".format(**each)
+        )
+    print(json.dumps(summary, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(content()))
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if sys.argv[1:2] == ["--train"]:
-        train(sys.argv[2], float(sys.argv[3]), Path(sys.argv[4]))
-    else:
-        main()
+    main()
