@@ -13,6 +13,7 @@ from trace_events import x
 
 from tutti.profile.explain import explain
 from tutti.profile.profile_table import profile_lines
+from tutti.profile.step_breakdown import late_rank
 from tutti.profile.what_if import fit_message_cost
 
 ENGINE = "autograd::engine::evaluate_function: "
@@ -175,24 +176,30 @@ def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) 
     assert rows["advice"].index(overlap) < rows["advice"].index(accumulation)
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "num_workers="),
+        ("tutti.input", "--workers "),  # the span of `tutti train`
+    ],
+)
 @pytest.mark.parametrize(("load", "workers"), [(500.0, 1), (1500.0, 3)])
 def test_the_number_of_loader_workers_follows_from_the_loading_time(
-    tmp_path: Path, load: float, workers: int
+    tmp_path: Path, load: float, workers: int, name: str, flag: str
 ) -> None:
-    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     slow = [
         _step(2000),
         x("user_annotation", name, 0, load),
         *_message(load + 400, load + 400, load + 450, 64),
     ]
-    fast = [_step(2000), *_message(400, 400, load + 450, 64)]
+    fast = [_step(2000), x("user_annotation", name, 0, 1), *_message(400, 400, load + 450, 64)]
 
     advice = _rows(tmp_path, fast, slow)["advice"][0]
 
     assert (advice["id"], advice["cause"]) == ("input", "input")
     assert advice["finding"].startswith("rank 1 waits")
-    assert f"num_workers={workers}" in advice["try"]
-    assert advice["gain_s"] == pytest.approx(load / 1e6)
+    assert f"{flag}{workers}" in advice["try"]
+    assert advice["gain_s"] == pytest.approx(load / 1e6, abs=2e-6)
     assert advice["remains_share"] == 0
 
 
@@ -212,6 +219,31 @@ def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> No
     assert "the same work but is slower" in slow["try"]
     assert uneven["gain_s"] == pytest.approx(400e-6)
     assert uneven["remains_share"] == 0
+
+
+def test_the_late_rank_is_the_one_whose_own_work_is_longer(tmp_path: Path) -> None:
+    """Rank 0 costs 350 µs, but no part of its step is 200 µs longer, as the compute of rank 1."""
+    early = [
+        _step(1000),
+        x("cpu_op", "aten::mm", 0, 100),
+        *_message(100, 100, 320, 4096),
+        *_message(700, 700, 720, 4096),
+        x("user_annotation", "enumerate(DataLoader)", 767, 884),
+        x("cpu_op", f"{ENGINE}MmBackward0", 884, 1000),
+    ]
+    slow = [
+        _step(1000),
+        x("cpu_op", "aten::mm", 0, 300),
+        *_message(300, 300, 320, 4096),
+        *_message(350, 350, 720, 4096),
+    ]
+
+    rows = _rows(tmp_path, early, slow)
+
+    late = late_rank(rows["stragglers"])
+    assert rows["stragglers"][0]["rank"] == 0
+    assert late is not None and late["rank"] == 1
+    assert "for rank 1" in _only(rows, "straggler")["finding"]
 
 
 def test_advice_and_table_use_the_same_names_of_parts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from tutti.measure.units import format_bytes
 from tutti.profile.collective_matching import MatchedCollective
 from tutti.profile.rank_trace import RankTrace
-from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text
+from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text, late_rank
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
 _MIN_GAIN = 0.02  # share of the step. Smaller gains are not listed.
@@ -138,11 +138,14 @@ def _advice(
         left = max(0.0, now - gained - gain if remains is None else remains)
         length = run.step_s - gained - gain
         share_left = left / length if length > 0 else 0.0
+    text = texts["try"]
+    if all(trace.of_tutti_train for trace in run.traces):
+        text = texts.get("tutti_train", text)
     values |= {"share": _percent(now / run.step_s), "remains": _percent(share_left or 0.0)}
     return {
         "id": name,
         "finding": texts["finding"].format_map(values),
-        "try": texts["try"].format_map(values),
+        "try": text.format_map(values),
         "share": now / run.step_s,
         "gain_s": gain,
         "gain_share": None if gain is None else gain / run.step_s,
@@ -250,7 +253,8 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
     memory = run.device_memory()
     free = min((device * _MEMORY_FULL - used for used, device in memory), default=0)
     if len(memory) == len(run.traces) and more < free:
-        yield _advice(run, "replicas", exposed / 3, exposed_ms=1e3 * exposed, more_gb=more / 1e9)
+        values = {"exposed_ms": 1e3 * exposed, "more_gb": more / 1e9, "ranks": ranks}
+        yield _advice(run, "replicas", exposed / 3, **values)
 
 
 def _shard(run: ProfiledRun) -> Iterator[Advice]:
@@ -290,25 +294,18 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
     if any(trace.has_loader_workers for trace in run.traces):
         cure = "more loader workers (the trace does not contain their number)"
     time = f"{1e3 * load:.1f} ms per step ({_percent(load / run.step_s)})"
-    yield _advice(run, "input", load, remains=0.0, waiter=waiter, time=time, cure=cure)
+    values = {"waiter": waiter, "time": time, "cure": cure, "workers": workers}
+    yield _advice(run, "input", load, remains=0.0, **values)
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice for each rank that others wait for. The gain is at most its lateness.
-
-    The gain is also at most the time by which one part of the step is longer than on the others.
-    Waiting without such a part is chance, not a straggler.
-    """
-    for row in run.stragglers:
-        rank, excess = row["rank"], row["excess"]
-        if not (row["straggler"] and row["steady"]) or excess["part"] == "input":
-            continue
-        cost = row["cost_s"]["mean"]
-        late = row["late_by_s"]["mean"] * row["last"] / run.step_count if row["late_by_s"] else 0.0
-        gain = min(cost, late, excess["seconds"])
-        cure = _straggler_cure(run, rank, excess["part"])
-        text = excess_text(excess)
-        yield _advice(run, "straggler", gain, cost_ms=1e3 * cost, rank=rank, excess=text, cure=cure)
+    """Yield the late rank, if it is late in most steps. `straggler_rows` defines the gain."""
+    row = late_rank(run.stragglers)
+    if row is None or not row["steady"] or row["excess"]["part"] == "input":
+        return
+    values = {"cost_ms": 1e3 * row["cost_s"]["mean"], "excess": excess_text(row["excess"])}
+    cure = _straggler_cure(run, row["rank"], row["excess"]["part"])
+    yield _advice(run, "straggler", row["gain_s"], rank=row["rank"], cure=cure, **values)
 
 
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:

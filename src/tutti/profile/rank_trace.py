@@ -227,6 +227,7 @@ class RankTrace:
     host_memory_bytes: int | None  # peak memory of the process
     device_bytes: int | None  # total memory of the device
     has_loader_workers: bool
+    of_tutti_train: bool  # whether `tutti train` ran the recorded steps
     compute_estimate: float  # number of threads or multiplications, to compare ranks (0: unknown)
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)

@@ -257,6 +257,9 @@ def straggler_rows(
     `cost_s` is the time per step in which the other ranks neither computed nor moved data because
     of this rank, as a mean over the other ranks. `late_steps` are the steps in which the rank was
     late, `late_cost_s` is their median cost, and `period` is 5 if every fifth step is late.
+    `gain_s` is the time per step that the others would save if this rank were as fast as they are:
+    at most its delay after the second last rank, and at most the excess of one part of its step.
+    Waiting without such a part is chance.
     """
     synchronizing = [match for match in matched if match.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
@@ -280,6 +283,11 @@ def straggler_rows(
         if few and sum(cost_of_step[step] for step in large) > 2 / 3 * sum(costs):
             late = large
         steady = len(late) > len(costs) / 2
+        # The excess is measured in the late steps if only some steps are late.
+        excess = _largest_excess(
+            rank, [step for step in steps if steady or not late or step.step in late]
+        )
+        late_seconds = sum(lateness) / len(costs)
         waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)
         for step in others:
             waited[str(step.rank)] += step.waited_for.get(rank, 0.0)
@@ -298,13 +306,22 @@ def straggler_rows(
                 "last": times_last[rank],
                 "of_collectives": len(synchronizing),
                 "late_by_s": summarize(lateness) if lateness else None,
-                "excess": _largest_excess(
-                    rank, [step for step in steps if steady or not late or step.step in late]
-                ),
+                "excess": excess,
+                "gain_s": max(0.0, min(fmean(costs), late_seconds, excess["seconds"])),
                 "made_wait": waited,
             }
         )
     return sorted(rows, key=lambda row: -row["cost_s"]["mean"])
+
+
+def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the row of `stragglers[]` that costs most by its own fault, or None.
+
+    Ranks that are late in most steps come first. Files of older versions have no `gain_s`.
+    """
+    late = [row for row in rows if row["straggler"]]
+    by_gain = [(row["steady"], row.get("gain_s", row["cost_s"]["mean"])) for row in late]
+    return late[by_gain.index(max(by_gain))] if late else None
 
 
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:

@@ -106,6 +106,7 @@ class _TraceReader:
         self.kernels = _Kernels()
         self.memory = 0
         self.has_loader_workers = False
+        self.of_tutti_train = False
         self.compute_estimate = 0.0
 
     def add(self, event: Event) -> None:
@@ -188,6 +189,7 @@ class _TraceReader:
         elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
             self.input.add(start, end)
             self.has_loader_workers |= "_MultiProcessing" in name
+            self.of_tutti_train |= name.startswith("tutti.input")
         elif name.startswith("tutti::"):
             # Import tutti.comm.operation, which imports torch, only for traces with such ranges.
             from tutti.comm.operation import parse_tag
@@ -281,6 +283,7 @@ class _TraceReader:
             host_memory_bytes=captured.get("host_memory_bytes"),
             device_bytes=min(memories, default=None),
             has_loader_workers=self.has_loader_workers,
+            of_tutti_train=self.of_tutti_train,
             compute_estimate=self.compute_estimate,
             capture_info={key: value for key, value in captured.items() if key != "recorder"},
             notes=notes,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from tutti.profile.step_breakdown import late_rank
 from tutti.report.plot import NAMES, count, grouped
 from tutti.report.sources import ReportSources, Result, Run, recorded
 
@@ -28,7 +29,7 @@ class KeyNumbers(NamedTuple):
     step_s: float | None
     computing: float | None  # share of the step with compute, with or without communication
     largest_loss: tuple[str, float]  # the part in LOST_PARTS with the largest share of the step
-    late: dict[str, Any] | None  # the straggler for which the other ranks wait longest
+    late: dict[str, Any] | None  # the straggler that the advice names
 
 
 def key_numbers(run: Run) -> KeyNumbers:
@@ -36,14 +37,13 @@ def key_numbers(run: Run) -> KeyNumbers:
     rows = profile.get("ranks") or []
     world = run.summary.get("world") or run.started.get("world") or {}
     lost = {name: fmean(row["parts_share"][name] for row in rows) for name in LOST_PARTS if rows}
-    late = [row for row in profile.get("stragglers") or [] if row["straggler"]]
     return KeyNumbers(
         ranks=world.get("size") or profile.get("world_size"),
         backend="+".join(sorted({row["backend"] for row in rows})) or None,
         step_s=fmean(row["step_s"]["mean"] for row in rows) if rows else None,
         computing=fmean(row["busy"] for row in rows) if rows else None,
         largest_loss=max(lost.items(), key=lambda item: item[1], default=("", 0.0)),
-        late=late[0] if late else None,
+        late=late_rank(profile.get("stragglers") or []),
     )
 
 
