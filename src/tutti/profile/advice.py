@@ -294,8 +294,9 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
     if any(trace.has_loader_workers for trace in run.traces):
         cure = "more loader workers (the trace does not contain their number)"
     time = f"{1e3 * load:.1f} ms per step ({_percent(load / run.step_s)})"
-    values = {"waiter": waiter, "time": time, "cure": cure, "workers": workers}
-    yield _advice(run, "input", load, remains=0.0, **values)
+    yield _advice(
+        run, "input", load, remains=0.0, waiter=waiter, time=time, cure=cure, workers=workers
+    )
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
