@@ -31,24 +31,24 @@ def train(*flags: str | Path, code: int = 0, timeout: float = 150) -> Any:
     return done
 
 
-def losses(run: Path, rank: int = 0) -> list[float]:
+def recorded(run: Path, rank: int = 0, name: str = "loss") -> list[float]:
     lines = (run / "metrics" / f"rank{rank}.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    return [row[name] for row in map(json.loads, lines) if name in row]
 
 
-def test_a_run_of_eight_ranks_resumes_in_other_layouts_with_the_same_losses(
+def test_a_run_of_eight_ranks_resumes_in_other_layouts_with_the_same_curves(
     tmp_path: Path,
 ) -> None:
     alone, eight = tmp_path / "alone", tmp_path / "eight"
     train(*SMALL, "--steps", "5", "--out", alone)
-    expected = losses(alone)
+    expected = recorded(alone)
 
     train(*SMALL, "--steps", "3", "--ranks", "8", "--layout", "dp2.tp2.pp2", "--out", eight)
     summary = json.loads((eight / "summary.json").read_text())
     assert summary["layout"] == "dp2.tp2.pp2"
     assert summary["plan"]["global_batch"] == 16
     for rank in range(8):  # ranks of every pipeline stage record the loss
-        assert losses(eight, rank) == pytest.approx(expected[:3], rel=TOLERANCE)
+        assert recorded(eight, rank) == pytest.approx(expected[:3], rel=TOLERANCE)
 
     for layout in ("shard4", "tp2.pp2"):
         run = tmp_path / layout
@@ -56,7 +56,9 @@ def test_a_run_of_eight_ranks_resumes_in_other_layouts_with_the_same_losses(
         flags = ["--resume", "--out", run, "--ranks", "4", "--layout", layout, "--steps", "5"]
         done = train(*flags)
         assert "resumed at step 3" in done.stderr
-        assert losses(run) == pytest.approx(expected, rel=TOLERANCE)
+        assert recorded(run) == pytest.approx(expected, rel=TOLERANCE)
+        for name in ("lr", "grad_norm"):
+            assert recorded(run, 1, name) == pytest.approx(recorded(alone, 0, name), rel=TOLERANCE)
 
 
 def test_a_benchmark_measures_throughput_and_writes_no_checkpoint(tmp_path: Path) -> None:
@@ -65,8 +67,8 @@ def test_a_benchmark_measures_throughput_and_writes_no_checkpoint(tmp_path: Path
     train(*SMALL[:2], *SMALL[4:], *flags, "--benchmark", "--precision", "float32")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["samples_per_s"] > 0
-    assert summary["steps"] == len(losses(run)) == 3
-    assert summary["final_loss"] == losses(run)[-1]
+    assert summary["steps"] == len(recorded(run)) == 3
+    assert summary["final_loss"] == recorded(run)[-1]
     assert not (run / "checkpoints").exists()
 
 
@@ -79,7 +81,7 @@ def test_a_pipeline_with_a_v_schedule_and_tied_embeddings_is_saved_and_resumed(
     train(*flags, "--steps", "4", "--out", tmp_path / "whole")
     train(*flags, "--steps", "2", "--out", tmp_path / "half")
     train("--resume", "--out", tmp_path / "half", "--ranks", "2", "--steps", "4")
-    assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
+    assert recorded(tmp_path / "half") == pytest.approx(recorded(tmp_path / "whole"), rel=TOLERANCE)
 
 
 DROPOUT = """
@@ -115,15 +117,15 @@ def test_a_resumed_run_draws_the_same_dropout_masks_as_an_uninterrupted_run(
     shutil.copytree(tmp_path / "half", other)
     done = train(*resume, tmp_path / "half")
     assert "resumed at step 2" in done.stderr and NEW_SEEDS not in done.stderr
-    expected = losses(tmp_path / "whole")
-    assert losses(tmp_path / "half") == pytest.approx(expected, rel=TOLERANCE)
+    expected = recorded(tmp_path / "whole")
+    assert recorded(tmp_path / "half") == pytest.approx(expected, rel=TOLERANCE)
 
     # The layout is the same, but the flag changes whether tp ranks share their random numbers.
     flag = {"--sequence-parallel": "--no-sequence-parallel"}.get(stream, "--sequence-parallel")
     done = train(*resume, other, flag)
     assert f"over tp: {NEW_SEEDS}" in done.stderr
-    assert losses(other)[:2] == pytest.approx(expected[:2], rel=TOLERANCE)
-    assert losses(other)[2:] != pytest.approx(expected[2:], rel=TOLERANCE)
+    assert recorded(other)[:2] == pytest.approx(expected[:2], rel=TOLERANCE)
+    assert recorded(other)[2:] != pytest.approx(expected[2:], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from tutti.parallel.mesh import local_shard, replicated_axes
 
 
 @torch.no_grad()
-def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
-    """Scale gradients so that their global norm √ Σ g² is at most `max_norm`; return this norm.
+def global_norm(engine: Engine) -> Tensor:
+    """Return the norm √ Σ g² of all gradients, without waiting for the device.
 
     Call this function on every rank. A rank holds only some of the gradients: its shards, its part
     of each split matrix, the layers of its stages. If several ranks hold the same gradient
@@ -19,7 +19,7 @@ def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
     mesh = engine.mesh
     used = [(name, p) for name, p in engine.model.named_parameters() if p.grad is not None]
     if mesh.layout.only_replicas:
-        return nn.utils.clip_grad_norm_([parameter for _, parameter in used], max_norm)
+        return nn.utils.get_total_norm([p.grad for _, p in used if p.grad is not None])
     gradients = {name: local_shard(p.grad) for name, p in used if p.grad is not None}
     counted = [
         gradients[name]
@@ -31,11 +31,20 @@ def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
     if counted:
         squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
     all_reduce(squares)
-    norm = squares.sqrt()
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`; return the norm before."""
+    norm = global_norm(engine)
+    if engine.mesh.layout.only_replicas:
+        nn.utils.clip_grads_with_norm_(engine.model.parameters(), max_norm, norm)
+        return norm
+    gradients = [local_shard(p.grad) for p in engine.model.parameters() if p.grad is not None]
     if gradients:
         # The same formula as in torch: 1e-6 avoids a division by zero. The factor stays on the
         # device, so the host does not wait.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        tensors = list(gradients.values())
-        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm

@@ -1,8 +1,9 @@
 """Runs steps as replays of a CUDA graph, for models so small that kernel launches dominate.
 
 All values that change from step to step are in tables on the device: sample indices (the data is on
-the device), learning rates and losses. The graph reads and writes one row of these tables, and
-advances the row number itself. So the host launches one graph per step, and does nothing else.
+the device), learning rates, losses and gradient norms. The graph reads and writes one row of these
+tables, and advances the row number itself. So the host launches one graph per step, and does
+nothing else.
 """
 
 import torch
@@ -32,6 +33,7 @@ class GraphRunner(Runner):
         self._indices = torch.zeros(_ROWS, rank_batch, dtype=torch.int64, device=device)
         self._rates = torch.zeros(_ROWS, device=device)
         self._losses = torch.zeros(_ROWS, device=device)
+        self._norm_table = torch.zeros(_ROWS, device=device)  # filled if gradients are clipped
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
         self._parts = loader.indices()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -53,6 +55,7 @@ class GraphRunner(Runner):
                 waiting = []
             if eager:
                 losses.append(self._eager(part, rate))
+                self._log(rate)
             else:
                 waiting.append((part, rate))
         if waiting:
@@ -83,6 +86,10 @@ class GraphRunner(Runner):
             self._graph = self._capture(steps[0][0])
         for _ in range(count):
             self._graph.replay()
+        if self.step.clip is not None:
+            norms = self._norm_table[:count].clone()
+            self._norms |= dict(enumerate(norms, len(self._lrs)))
+        self._lrs += [rate for _, rate in steps]
         return self._losses[:count].clone()
 
     def _capture(self, example: BatchIndices) -> torch.cuda.CUDAGraph:
@@ -92,6 +99,8 @@ class GraphRunner(Runner):
             self._set_rate(self._rates.index_select(0, self._row).view(()))
             loss = self.step(self._batch(indices, self.schedule.global_batch, example))
             self._losses.index_copy_(0, self._row, loss.view(1))
+            if self.step.grad_norm is not None:
+                self._norm_table.index_copy_(0, self._row, self.step.grad_norm.float().view(1))
             self._row.add_(1)
         return graph
 

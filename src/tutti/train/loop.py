@@ -1,6 +1,7 @@
 """The training run: set-up, the loop over steps, evaluation, checkpoints and resuming."""
 
 import json
+import math
 import resource
 import time
 from collections.abc import Iterator
@@ -84,13 +85,17 @@ class Runner:
         self._batches: Iterator[Batch] | None = None
         self._rank_samples = 0
         self._input_seconds = 0.0
+        # The learning rate of each step since the last status sync, and the gradient norms that
+        # are known, by position in this list.
+        self._lrs: list[float] = []
+        self._norms: dict[int, Tensor] = {}
 
     def run(self, steps: int) -> Tensor:
         """Run `steps` steps. Return this rank's part of each loss, as a tensor on the device."""
         if self._batches is None:
             self._batches = self.loader.stream()
         losses = []
-        for _ in range(steps):
+        for remaining in reversed(range(steps)):
             began = time.perf_counter()
             # A named span in a trace: the time in which the loop waits for input.
             with record_function("tutti.input") if profiling() else _NO_SPAN:
@@ -98,9 +103,18 @@ class Runner:
             self._input_seconds += time.perf_counter() - began
             self.samples += batch.global_count
             self._rank_samples += batch.count
-            set_lr(self.step.optimizer, self.schedule.lr_at(self.samples, self.recipe))
-            losses.append(self.step(batch))
+            lr = self.schedule.lr_at(self.samples, self.recipe)
+            set_lr(self.step.optimizer, lr)
+            # The last step is the one that a status sync logs.
+            losses.append(self.step(batch, measure_norm=remaining == 0))
+            self._log(lr)
         return torch.stack(losses)
+
+    def _log(self, lr: float) -> None:
+        """Record the learning rate and the gradient norm of a step."""
+        if self.step.grad_norm is not None:
+            self._norms[len(self._lrs)] = self.step.grad_norm
+        self._lrs.append(lr)
 
     def close(self) -> None:
         """Release the data and everything that was prepared for later steps."""
@@ -112,6 +126,18 @@ class Runner:
         taken = self._rank_samples, self._input_seconds
         self._rank_samples, self._input_seconds = 0, 0.0
         return taken
+
+    def take_curves(self) -> list[dict[str, float | None]]:
+        """Return `lr`, and `grad_norm` where it is known, of each step since the last call.
+
+        Reads the norms from the device. A norm that is not finite is None.
+        """
+        norms = torch.stack(list(self._norms.values())).tolist() if self._norms else []
+        rows: list[dict[str, float | None]] = [{"lr": lr} for lr in self._lrs]
+        for position, norm in zip(self._norms, norms, strict=True):
+            rows[position]["grad_norm"] = norm if math.isfinite(norm) else None
+        self._lrs, self._norms = [], {}
+        return rows
 
 
 class Trainer:
@@ -313,8 +339,9 @@ class Trainer:
         samples = self.runner.samples - self._samples_reported
         self._samples_reported = self.runner.samples
         text = self.speed.describe(status, samples)
-        for offset, loss in enumerate(status.losses):
-            self.metrics.add(status.first_step + offset, loss=loss)
+        curves = zip(status.losses, self.runner.take_curves(), strict=True)
+        for step, (loss, known) in enumerate(curves, status.first_step):
+            self.metrics.add(step, loss=loss, **known)
         self.metrics.add(
             status.first_step + len(status.losses) - 1,
             seconds_per_step=status.seconds / len(status.losses),

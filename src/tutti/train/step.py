@@ -22,7 +22,7 @@ from tutti.comm.collectives import all_reduce
 from tutti.data.loader import Batch, Loader
 from tutti.data.split import even
 from tutti.parallel.engine import Engine
-from tutti.parallel.grad_norm import clip_by_global_norm
+from tutti.parallel.grad_norm import clip_by_global_norm, global_norm
 from tutti.parallel.tensor import loss_context
 from tutti.train.recipe import Compute
 from tutti.train.telemetry import StepTimer
@@ -135,14 +135,18 @@ class Step:
         # Only the range of float16 is too small for gradients; a disabled scaler does nothing.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self.timer = timer or StepTimer(self.device, own_time=False)
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping; None: unknown
         self._loss_sum: Callable[[Tensor, Tensor], Tensor] = task.loss_sum
         if compute.compile and engine.world.size == 1:
             # With more ranks, parallel/apply.py compiles each block.
             engine.forward = torch.compile(engine.model)
             self._loss_sum = torch.compile(task.loss_sum)
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """Update the parameters. Return this rank's part of the mean loss, on the device."""
+    def __call__(self, batch: Batch, measure_norm: bool = False) -> Tensor:
+        """Update the parameters. Return this rank's part of the mean loss, on the device.
+
+        With clipping the gradient norm is always known, otherwise only with `measure_norm`.
+        """
         mesh = self.engine.mesh
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
@@ -168,9 +172,13 @@ class Step:
                 clock=self.timer,
             )
         self.timer.gradients_ready()
+        self.grad_norm = None
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            clip_by_global_norm(self.engine, self.clip)
+            self.grad_norm = clip_by_global_norm(self.engine, self.clip)
+        elif measure_norm:
+            self.scaler.unscale_(self.optimizer)
+            self.grad_norm = global_norm(self.engine)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
