@@ -1,17 +1,21 @@
 """Measure two checkouts of tutti in turns on this machine, and compare every figure.
 
     python benchmarks/compare_versions.py --old PATH --new PATH --rounds 5 --json FILE
+    python benchmarks/compare_versions.py --old PATH --new PATH --rounds 12 --rows 'hash map'
 
-PATH is a checkout whose compiled parts are built in place (python setup.py build_ext --inplace).
-Each round runs every bench with the old version and with the new version, in an order that changes
-from round to round. A figure is the median over the rounds; its spread is the quartile range over
-the rounds. A figure counts as slower or faster if the quartile ranges of old and new do not overlap
-and the medians differ by more than --tolerance. Exit code 1: at least one figure is slower.
+PATH is a checkout. If its compiled parts are missing, they are built in place. Each round runs
+every bench with the old version and with the new version, in an order that changes from round to
+round. With --rows, only rows that match the regular expression are compared, and after the first
+round only their benches, operations and sizes are measured. A figure is the median over the rounds;
+its spread is the quartile range over the rounds. A figure counts as slower or faster if the
+quartile ranges of old and new do not overlap and the medians differ by more than --tolerance. Exit
+code 1: at least one figure is slower.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHES = {
-    "collectives": "--backends shm --sizes 4:64M:x8 --ops all --budget 0.02",
+    "collectives": "--backends shm --budget 0.02 --sizes 4:64M:x8 --ops all",
     "symmetric": "--sizes 1K",
     "pairs": "--budget 1",
 }
@@ -29,12 +33,20 @@ TIMES = {"collectives": "time_us.p50", "symmetric": "p50_us", "pairs": "optimize
 KEYS = ("op", "name", "backend", "bytes", "placement", "timing", "group")
 
 
-def measure(checkout: Path, bench: str, ranks: int) -> dict[str, float]:
-    """Run one bench with one version; returns {row: time}."""
+def build_if_missing(checkout: Path) -> None:
+    """Build the compiled parts of a checkout in place."""
+    if len(list(checkout.glob("src/tutti/comm/shm/*.so"))) < 2:
+        print(f"building the compiled parts of {checkout}", file=sys.stderr, flush=True)
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=checkout, check=True)
+
+
+def measure(checkout: Path, bench: str, flags: str, ranks: int) -> dict[str, dict[str, Any]]:
+    """Run one bench with one version; returns {row: the bench's figures, with its time}."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        flags = ["--device", "cpu", "--ranks", str(ranks), "--json", str(path)]
-        command = [sys.executable, "-m", "tutti", "bench", bench, *BENCHES[bench].split(), *flags]
+        output = ["--device", "cpu", "--ranks", str(ranks), "--json", str(path)]
+        command = [sys.executable, "-m", "tutti", "bench", bench, *flags.split(), *output]
         paths = [str(checkout / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -49,8 +61,19 @@ def measure(checkout: Path, bench: str, ranks: int) -> dict[str, float]:
         if row.get("wrong"):
             sys.exit(f"{checkout}: bench {bench}: a wrong result in {row}")
         if value:
-            found[" ".join(str(row[key]) for key in KEYS if key in row)] = float(value)
+            name = " ".join(str(row[key]) for key in KEYS if key in row)
+            found[name] = {**row, "time": float(value)}
     return found
+
+
+def narrowed(flags: dict[str, str], chosen: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
+    """Return the flags of the benches that measure only the chosen rows."""
+    flags = {bench: text for bench, text in flags.items() if chosen[bench]}
+    if "collectives" in flags:
+        ops = ",".join(sorted({row["op"] for row in chosen["collectives"]}))
+        sizes = ",".join(str(size) for size in sorted({r["bytes"] for r in chosen["collectives"]}))
+        flags["collectives"] = f"--backends shm --budget 0.1 --sizes {sizes} --ops {ops}"
+    return flags
 
 
 def judge(old: list[float], new: list[float], tolerance: float) -> dict[str, Any]:
@@ -71,27 +94,38 @@ def main() -> int:
     parser.add_argument("--old", type=Path, required=True)
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--benches", default=",".join(BENCHES))
+    parser.add_argument("--rows", type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     versions = {"old": options.old.resolve(), "new": options.new.resolve()}
+    for checkout in versions.values():
+        build_if_missing(checkout)
+    flags = {bench: BENCHES[bench] for bench in options.benches.split(",")}
     times: dict[str, dict[str, dict[str, list[float]]]] = {}
     for round_number in range(options.rounds):
         order = list(versions) if round_number % 2 == 0 else list(versions)[::-1]
-        for bench in options.benches.split(","):
+        chosen: dict[str, list[dict[str, Any]]] = {}
+        for bench in flags:
+            chosen[bench] = []
             for version in order:
-                for row, value in measure(versions[version], bench, options.ranks).items():
-                    both = times.setdefault(bench, {}).setdefault(row, {"old": [], "new": []})
-                    both[version].append(value)
+                measured = measure(versions[version], bench, flags[bench], options.ranks)
+                for name, figures in measured.items():
+                    if options.rows.search(f"{bench} {name}"):
+                        chosen[bench].append(figures)
+                        both = times.setdefault(bench, {}).setdefault(name, {"old": [], "new": []})
+                        both[version].append(figures["time"])
+        if options.rows.pattern and round_number == 0:
+            flags = narrowed(flags, chosen)
         print(f"round {round_number + 1} of {options.rounds} done", file=sys.stderr, flush=True)
     rows = []
     for bench, found in times.items():
-        for row, both in found.items():
+        for name, both in found.items():
             if min(map(len, both.values())) >= 2:
                 verdict = judge(both["old"], both["new"], options.tolerance)
-                rows.append({"bench": bench, "row": row, **verdict})
+                rows.append({"bench": bench, "row": name, **verdict})
         ratios = [row["ratio"] for row in rows if row["bench"] == bench]
         counts = dict.fromkeys(("slower", "same", "faster"), 0)
         for row in rows:
