@@ -70,7 +70,7 @@ def _serve() -> None:
 
     import tutti.cli
 
-    run = tutti.cli.run
+    run = tutti.cli.run_cli
     for module in pkgutil.iter_modules(tutti.cli.__path__):
         importlib.import_module(f"tutti.cli.{module.name}")
     os.dup2(os.open("/dev/null", os.O_RDONLY), 3)

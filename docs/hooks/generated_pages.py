@@ -7,8 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import tutti.cli.flags
-from tutti.cli import COMMANDS, SUBCOMMANDS
-from tutti.cli import run as run_command
+from tutti.cli import COMMANDS, SUBCOMMANDS, run_cli
 from tutti.cli.flags import Flag, flag_sections
 
 _HEAD = ["| flag | default | meaning |", "| --- | --- | --- |"]
@@ -61,7 +60,7 @@ def checks_page() -> str:
 def command_page(words: list[str]) -> tuple[str, str]:
     """The Markdown page of a command and the first line of its description."""
     try:
-        run_command([*words, "--help"] if words[0] != "submit" else [*words, "--", "train.py"])
+        run_cli([*words, "--help"] if words[0] != "submit" else [*words, "--", "train.py"])
     except _Parsed as parsed:
         kind, default = parsed.args
     else:

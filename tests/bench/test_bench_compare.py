@@ -8,7 +8,7 @@ import pytest
 from bench_results import operation, result
 
 from tutti.bench.compare_results import compare, environment_differences
-from tutti.cli import run
+from tutti.cli import run_cli
 from tutti.world.errors import UsageError
 
 
@@ -88,7 +88,7 @@ def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for file, content in zip(files, (old, new), strict=True):
         Path(file).write_text(json.dumps(content))
     command = ["bench", "compare", *files]
-    assert run([*command, "--json", str(tmp_path / "c.json")]) == 0
+    assert run_cli([*command, "--json", str(tmp_path / "c.json")]) == 0
     output = capsys.readouterr()
     assert "slower" in output.out and "bytes 1024" in output.out and "bytes 2048" not in output.out
     assert (
@@ -97,12 +97,12 @@ def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["schema"] == "tutti.bench.compare/1"
     assert [row["verdict"] for row in content["rows"]] == ["slower", "same"]
-    assert run([*command, "--fail-on", "slower"]) == 1
-    assert run([*command[:2], files[0], files[0], "--fail-on", "slower"]) == 0
-    assert run([*command, "--tolerance", "5"]) == 2
+    assert run_cli([*command, "--fail-on", "slower"]) == 1
+    assert run_cli([*command[:2], files[0], files[0], "--fail-on", "slower"]) == 0
+    assert run_cli([*command, "--tolerance", "5"]) == 2
     # A comparison without common rows fails.
     Path(files[1]).write_text(json.dumps(result("collectives", rows=[operation(4096, 1.0)])))
-    assert run([*command, "--fail-on", "slower"]) == 2
+    assert run_cli([*command, "--fail-on", "slower"]) == 2
     assert "no row in common (2 in OLD alone, 1 in NEW alone)" in capsys.readouterr().err
 
 
@@ -110,6 +110,6 @@ def test_files_that_are_not_results_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.json"
     for content in ("no json", '{"schema": "tutti.world/1"}', "[]"):
         other.write_text(content)
-        assert run(["bench", "compare", str(other), str(other)]) == 2
+        assert run_cli(["bench", "compare", str(other), str(other)]) == 2
     with pytest.raises(UsageError, match="give two results of the same bench"):
         compare(result("collectives", rows=[]), result("symmetric", rows=[]))

@@ -15,8 +15,8 @@ from worlds import TUTTI, run_command
 )
 def test_help_and_wrong_usage_do_not_import_torch(arguments: list[str]) -> None:
     look = (
-        "import sys; from tutti.cli import run\n"
-        "try: run(sys.argv[1:])\n"
+        "import sys; from tutti.cli import run_cli\n"
+        "try: run_cli(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )

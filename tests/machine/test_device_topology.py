@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hosts import hosts_missing, two_hosts
-from tutti.cli import run
+from tutti.cli import run_cli
 from tutti.cli.topo import topology_lines
 from tutti.machine.device_topology import PciLocation, Topology, pci_class
 from tutti.machine.recording import read_machines
@@ -206,9 +206,9 @@ def test_a_recorded_copy_gives_the_same_rows(
     svg = tmp_path / "topology.svg"
     first, second = tmp_path / "1.json", tmp_path / "2.json"
     record = ["--record", str(copy), "--svg", str(svg)]
-    assert run(["topo", "--from", str(source), "--json", str(first), *record]) == 0
+    assert run_cli(["topo", "--from", str(source), "--json", str(first), *record]) == 0
     assert "roce-1" in (out := capsys.readouterr().out) and "roce-2" in out
-    assert run(["topo", "--from", str(copy), "--json", str(second)]) == 0
+    assert run_cli(["topo", "--from", str(copy), "--json", str(second)]) == 0
     one, two = json.loads(first.read_text()), json.loads(second.read_text())
     assert one["schema"] == "tutti.topo/1" and one["environment"] and one["command"]
     for key in ("hosts", "devices", "links", "nics", "numa"):
@@ -240,7 +240,7 @@ def test_an_invalid_recorded_file_is_refused_with_the_reason(
     file = tmp_path / "machine.json"
     file.write_text(content)
     for command in ("topo", "doctor"):
-        assert run([command, "--from", str(file)]) == 2
+        assert run_cli([command, "--from", str(file)]) == 2
         error = capsys.readouterr().err
         assert f"--from {file}: {reason}" in error and "--record" in error
         assert error.count("\n") == 1
@@ -248,7 +248,7 @@ def test_an_invalid_recorded_file_is_refused_with_the_reason(
 
 def test_topo_shows_this_machine_without_importing_torch(tmp_path: Path) -> None:
     probe = (
-        "import sys; from tutti.cli import run; code = run(sys.argv[1:]); "
+        "import sys; from tutti.cli import run_cli; code = run_cli(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     file = tmp_path / "this.json"

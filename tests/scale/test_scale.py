@@ -237,12 +237,12 @@ def test_wrong_usage_names_the_flag_and_the_cure(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tutti.cli import run
+    from tutti.cli import run_cli
 
     for name in {"RANK", "WORLD_SIZE"} & set(os.environ):
         monkeypatch.delenv(name)
 
-    assert run(["scale", *words]) == 2
+    assert run_cli(["scale", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("tutti scale: ") and error.count("\n") == 1
     assert expected in error

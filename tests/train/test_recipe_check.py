@@ -34,7 +34,7 @@ def refuse(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def run(*flags: str) -> str:
-        code = cli.run(["train", *flags])
+        code = cli.run_cli(["train", *flags])
         error = capsys.readouterr().err
         assert code == 2 and error.count("\n") == 1, error
         return error

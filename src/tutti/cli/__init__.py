@@ -58,7 +58,7 @@ def main() -> None:
         # not print colours.
         os.environ.setdefault("TTY_COMPATIBLE", "0")
     try:
-        code = run(sys.argv[1:])
+        code = run_cli(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the pipe has ended, as in `tutti … | head`
         sys.stderr.close()
@@ -71,7 +71,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def run(arguments: list[str]) -> int:
+def run_cli(arguments: list[str]) -> int:
     """Run one command line. Return 0 on success, 1 if a check failed, or 2 for wrong usage."""
     name, *rest = arguments or [""]
     if name in ("", "-h", "--help", "help"):

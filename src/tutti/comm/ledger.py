@@ -2,9 +2,14 @@
 
 Every call of tutti.comm is written to a ring of entries, one ring per process group, in a memfd
 named "tutti-ledger:LABEL". Another process can read the memfd through /proc/PID/fd, even if this
-process hangs. The layout is that of the ledger in a segment of the shm backend (shm/core/ledger.h),
-so `read_process` reads both. Times are nanoseconds of CLOCK_MONOTONIC, unless named realtime. This
-module does not import torch.
+process hangs. Times are nanoseconds of CLOCK_MONOTONIC, unless named realtime. This module does not
+import torch.
+
+There is one layout and one reader (`read_process`), but there are two writers, this module and
+shm/core/ledger.c, because neither sees all operations. Operations on gloo and NCCL never reach the
+C core, which does not exist on a machine without a compiler. Calls of torch.distributed on the shm
+backend (by DDP or FSDP) never reach tutti.comm, and peers read the core's entries in C while they
+hold no Python lock. An operation that both have written is shown once (`_is_within`).
 """
 
 import atexit

@@ -12,7 +12,7 @@ import pytest
 from check_cases import PLAIN, RECORDED, with_variables
 
 from hosts import Host, _ip, hosts_missing, network
-from tutti.cli import run
+from tutti.cli import run_cli
 from tutti.machine.checks.checklist import CHECKS
 from tutti.machine.recording import format_machines
 from worlds import TUTTI, clean_environment, run_command
@@ -21,7 +21,7 @@ KEYS = {"id", "scope", "status", "observed", "expected", "cure"}
 
 
 def doctor(name: str, *flags: str) -> int:
-    return run(["doctor", "--from", str(RECORDED / f"{name}.json"), *flags])
+    return run_cli(["doctor", "--from", str(RECORDED / f"{name}.json"), *flags])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_wrong_usage_exits_with_2_and_one_line(
 ) -> None:
     (tmp_path / "x.json").write_text("{}")
     files = {"{json}": str(tmp_path / "x.json"), "{good}": str(RECORDED / "cpu-only.json")}
-    assert run(["doctor", *(files.get(each, each) for each in arguments)]) == 2
+    assert run_cli(["doctor", *(files.get(each, each) for each in arguments)]) == 2
     err = capsys.readouterr().err
     assert named in err and len(err.strip().splitlines()) == 1
 
@@ -85,13 +85,13 @@ def test_wrong_usage_exits_with_2_and_one_line(
 def test_help_and_checks_without_ranks_do_not_import_torch() -> None:
     program = """
 import sys
-from tutti.cli import run
+from tutti.cli import run_cli
 try:
-    run(["doctor", "--help"])
+    run_cli(["doctor", "--help"])
 except SystemExit:
     pass
-run(["doctor", "--from", sys.argv[1]])
-run(["doctor"])
+run_cli(["doctor", "--from", sys.argv[1]])
+run_cli(["doctor"])
 assert "torch" not in sys.modules
 """
     machine = RECORDED / "h100-nvswitch.json"
@@ -103,9 +103,9 @@ assert "torch" not in sys.modules
 def test_a_recorded_file_gives_the_findings_of_the_live_machine(tmp_path: Path) -> None:
     """Also tests that the doctor works on the machine that runs the tests."""
     file, live, again = tmp_path / "here.json", tmp_path / "live.json", tmp_path / "again.json"
-    code = run(["doctor", "--record", str(file), "--json", str(live)])
+    code = run_cli(["doctor", "--record", str(file), "--json", str(live)])
     assert code in (0, 1)
-    assert run(["doctor", "--from", str(file), "--json", str(again)]) == code
+    assert run_cli(["doctor", "--from", str(file), "--json", str(again)]) == code
     one, other = (json.loads(each.read_text())["checks"] for each in (live, again))
     probes = ("active.", "nccl.", "network.calls", "clocks.skew")
     without_probes = [
@@ -119,9 +119,9 @@ def test_a_fix_is_printed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "machine.json"
     machine = with_variables(PLAIN, NCCL_IB_DISABLE="yes", NCCL_P2P_DISABLE="1")
     file.write_text(format_machines([machine], [], "written by hand"))
-    assert run(["doctor", "--from", str(file)]) == 1
+    assert run_cli(["doctor", "--from", str(file)]) == 1
     assert "--fix" in capsys.readouterr().out
-    assert run(["doctor", "--from", str(file), "--fix"]) == 1
+    assert run_cli(["doctor", "--from", str(file), "--fix"]) == 1
     out = capsys.readouterr().out
     assert "NCCL_IB_DISABLE=yes is read as 0" in out and "\nunset NCCL_P2P_DISABLE" in out
     assert os.environ.get("NCCL_IB_DISABLE") is None
@@ -139,8 +139,8 @@ def test_local_ranks_are_probed_and_a_rank_that_differs_is_reported(tmp_path: Pa
         "import os, sys\n"
         "if os.environ['RANK'] == '1':\n"
         "    os.environ['NCCL_IB_SL'] = '1'\n"
-        "from tutti.cli import run\n"
-        f"sys.exit(run(['doctor', '--device', 'cpu', '--json', {str(file)!r}]))\n"
+        "from tutti.cli import run_cli\n"
+        f"sys.exit(run_cli(['doctor', '--device', 'cpu', '--json', {str(file)!r}]))\n"
     )
     done = run_command([*TUTTI, "run", "-n", "2", "--device", "cpu", program], timeout=90)
     results = json.loads(file.read_text())
