@@ -123,7 +123,9 @@ def main() -> int:
     rows = []
     for bench, found in times.items():
         for name, both in found.items():
-            if min(map(len, both.values())) >= 2:
+            if min(map(len, both.values())) < 2:
+                print(f"not compared, because only one version has it: {bench} {name}")
+            else:
                 verdict = judge(both["old"], both["new"], options.tolerance)
                 rows.append({"bench": bench, "row": name, **verdict})
         ratios = [row["ratio"] for row in rows if row["bench"] == bench]
