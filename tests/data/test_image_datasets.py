@@ -341,7 +341,7 @@ def test_arrays_of_other_types_or_sizes_are_refused() -> None:
     [
         (python2_pickle(bytes(100), (1, 100), [1]), r"found \(1, 100\)"),
         (python2_pickle(bytes(3072), (1, 3072), [1, 2]), "1 images but 2 labels"),
-        (python2_pickle(bytes(3072), (1, 3072), [100]), "`fine_labels` of 0 to 99"),
+        (python2_pickle(bytes(3072), (1, 3072), [100]), "`fine_labels` with values of 0 to 99"),
         (pickle.dumps([1, 2]), "holds a list"),
         (pickle.dumps({b"data": 1}), "found None"),
         (published("train")[:-200], "damaged pickle"),

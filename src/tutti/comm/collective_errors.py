@@ -167,7 +167,7 @@ def _compare_calls(calls: Sequence[Operation]) -> None:
             "where": call.where,
         }
         by_group.setdefault(call.comm_group, []).append(description)
-    # Publish all before waiting for any, so that the order of groups does not matter.
+    # Publish the calls of all groups before waiting for any group: the order of groups may differ.
     for comm_group, own_calls in by_group.items():
         comm_group.comparisons += 1
         comm_group.store.set(_key(comm_group, comm_group.rank), json.dumps(own_calls))

@@ -241,7 +241,7 @@ def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
     return [part[:length] for part, length in zip(everything, lengths, strict=True)]
 
 
-# ---- Coalesced collectives: each collective has a fixed cost, whatever its size ----
+# ---- Coalesced collectives, which have the fixed cost of a collective once per bucket ----
 
 
 @torch.no_grad()

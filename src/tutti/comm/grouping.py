@@ -62,9 +62,10 @@ class group:
     are sent at the end of the outermost block.
 
     If the block raises on this rank, this rank sends none of its operations; the other ranks then
-    wait until their timeout, or until the world ends. With agree=True all ranks of the world first
+    wait until their timeout, or until the job ends. With agree=True all ranks of the world first
     exchange, in one tiny message, whether they completed the block: if a rank did not, the others
-    raise BlockAbandoned, and no rank sends anything. The block's `summary` describes what was sent.
+    raise BlockAbandoned, and no rank sends anything. The block's `summary` has the number of
+    messages.
     """
 
     def __init__(self, *, agree: bool = False, small: int = SMALL_BYTES) -> None:
@@ -75,7 +76,7 @@ class group:
 
     @property
     def summary(self) -> Summary:
-        """What was sent, once the outermost block has ended."""
+        """The operations and messages that were sent. Valid after the outermost block has ended."""
         return self._summary if self._outer is None else self._outer.summary
 
     def add(self, call: Operation, wait: bool) -> Any:
@@ -149,7 +150,7 @@ class group:
             handle.complete(works[id(call)], event if call.is_on_stream else None)
 
     def _begin(self, batch: list[Operation], site: bytes) -> list[Handle]:
-        """Start a batch as one NCCL group, as one flat message, or as the single operation."""
+        """Start a batch as one NCCL group, as one flat message, or as a single operation."""
         self._summary.operations += len(batch)
         self._summary.messages += 1
         self._summary.bytes += sum(call.bytes for call in batch)
@@ -239,7 +240,7 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
         if not is_packed or target is None or target.numel() == 0:
             result.append([call])
             continue
-        # Operations that only move data are packed as bytes, whatever their dtype.
+        # Operations that only move data are packed as bytes, so their dtypes may differ.
         dtype = None if call.kind in _MOVES else target.dtype
         key = call.kind, id(call.comm_group), call.root, target.device, call.reduction, dtype
         if key not in open_lists or packed_bytes[key] + call.bytes > _FLAT_BYTES:

@@ -47,13 +47,13 @@ BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 ENTRIES = 256
 _LABEL = "tutti-ledger"
 _MAGIC = b"TUTTISHM"
-# magic, abi, entries, rank, size, pid, token, bytes, ledger offset, entry bytes, location offset,
-# created (realtime), group name
+# Fields: magic, abi, entries, rank, size, pid, token, bytes, ledger offset, entry bytes, location
+# offset, created (realtime), group name.
 _HEADER = struct.Struct("<8sIIiiqQQQQQq128s")
-# number (from 1; entry at (number - 1) % entries), sequence, kind, dtype, reduction, root or peer,
-# tag, state, bytes, begun, begun (realtime), ended, fingerprint, call site
+# Fields: number (from 1; the entry is at (number - 1) % entries), sequence, kind, dtype, reduction,
+# root or peer, tag, state, bytes, begun, begun (realtime), ended, fingerprint, call site.
 _ENTRY = struct.Struct("<QQIIIiIIQQQQQ16x96s")
-_LOCATION = struct.Struct("<QQ256s")  # version (odd while being written), time, text
+_LOCATION = struct.Struct("<QQ256s")  # fields: version (odd while being written), time, text
 _LOCATION_AT, _ENTRIES_AT = 256, 1024
 _BYTES = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _STATE_AT, _BEGUN_AT, _ENDED_AT = 36, 48, 64

@@ -64,7 +64,7 @@ class CommGroup:
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.collectives = 0  # number of collectives begun so far, which all ranks agree on
+        self.collectives = 0  # number of collectives begun so far, which is the same on all ranks
         self.messages = 0  # number of sends and receives that this rank has begun
         self.comparisons = 0  # number of comparisons of calls between ranks (debug mode)
         self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type

@@ -70,6 +70,6 @@ def check_files(dataset: str, path: Path, download: bool = False) -> None:
 
 
 def cifar100_folder(directory: Path) -> Path | None:
-    """The directory with the unpacked files of CIFAR-100, or None if there is only the archive."""
+    """Return the directory with the unpacked files of CIFAR-100, or None if there is none."""
     folders = (directory / CIFAR100_FOLDER, directory)
     return next((folder for folder in folders if (folder / "train").is_file()), None)

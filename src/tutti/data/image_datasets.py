@@ -110,21 +110,21 @@ def _read_mnist(images_path: Path, labels_path: Path) -> TensorSamples:
 
 
 def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """Return the array in an IDX file of unsigned bytes with `dims` dims, gzipped or not.
+    """Return the array in an IDX file of unsigned bytes with `dims` dimensions, gzipped or not.
 
     IDX: two zero bytes, the type (0x08 is unsigned byte), the number of dims, one big-endian uint32
     per dim, then the values, last dim fastest.
     """
     content = _read_file(path)
     try:
-        # Test the content, not the name: files named `x` and `x.gz` occur zipped and unzipped.
+        # Test the content and not the name: a file may be compressed or not under either name.
         content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is a damaged gzip file ({error}): download it again") from error
     magic = bytes([0, 0, 0x08, dims])
     if content[:4] != magic:
         raise DataError(
-            f"{path} is not an IDX file of {dims}-dim bytes: it starts with "
+            f"{path} is not an IDX file of bytes with {dims} dims: it starts with "
             f"0x{content[:4].hex() or '-'}, expected 0x{magic.hex()}. Put the published file there."
         )
     header = 4 + 4 * dims
@@ -205,7 +205,7 @@ def _read_cifar(path: Path, pickled: bytes) -> TensorSamples:
     if not isinstance(labels, list) or not all(
         type(label) is int and 0 <= label < 100 for label in labels
     ):
-        raise DataError(f"{path} has no `fine_labels` of 0 to 99: {_CIFAR_CURE}")
+        raise DataError(f"{path} has no `fine_labels` with values of 0 to 99: {_CIFAR_CURE}")
     if len(labels) != len(data):
         raise DataError(f"{path} has {len(data)} images but {len(labels)} labels: {_CIFAR_CURE}")
     images = torch.from_numpy(data).view(-1, *_CIFAR_SHAPE)
@@ -253,7 +253,7 @@ class _Array:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, dtype, fortran, self.content = state
         if not isinstance(dtype, _Dtype) or fortran:
-            raise DataError("it has an array that is not of bytes in row-major order")
+            raise DataError("it has an array whose data is not bytes in row-major order")
 
     @classmethod
     def from_buffer(cls, content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> Any:

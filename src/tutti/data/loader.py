@@ -396,7 +396,7 @@ def _fetch_in_workers(
 
 
 def _leave_process_group(worker: int) -> None:
-    """In a worker: do not receive Ctrl-C and the signals of a scheduler, which are for the rank.
+    """Called in a worker, so that signals to the rank (Ctrl-C, a scheduler) do not reach it.
 
     The rank still needs its workers until it has saved a checkpoint. The kernel kills a worker when
     its rank ends.

@@ -91,7 +91,7 @@ def bounds(counts: Sequence[int], rank: int) -> tuple[int, int]:
 
 def _check_shares(shares: Sequence[float], what: str = "shares") -> None:
     if not shares:
-        raise DataError(f"no {what}: give one per rank")
+        raise DataError(f"there are no {what}: give one per rank")
     for rank, share in enumerate(shares):
         if not (math.isfinite(share) and share > 0):
             raise DataError(f"{what} must be finite and above 0, but rank {rank} has {share}")

@@ -2,7 +2,7 @@
 
 The configs do not import torch, so that command lines are built quickly. Model classes, which
 import torch, are imported on first use. `init_weights()` sets every parameter and buffer of a
-model, also of a model that was built on the meta device and moved with `to_empty`.
+model, even if the model was built on the meta device and moved with `to_empty`.
 """
 
 from importlib import import_module

@@ -69,7 +69,7 @@ class Layout:
         """Return all layouts with this number of ranks, sorted by the number of axes they use."""
         divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
         shapes = [shape for shape in product(divisors, repeat=4) if math.prod(shape) == ranks]
-        # Among layouts that use equally many axes: dp4, shard4, tp4, pp4.
+        # Layouts with the same number of axes are in this order: dp4, shard4, tp4, pp4.
         shapes.sort(reverse=True)
         return sorted((cls(*shape) for shape in shapes), key=lambda layout: len(layout._used))
 
@@ -111,8 +111,8 @@ class Layout:
         """Return one or two layouts with `world_size` ranks that are most similar to this one."""
 
         def distance(other: Layout) -> tuple[int, int, float, list[int]]:
-            # If tp divides the heads of a model, so does every divisor of tp; other numbers may
-            # not divide them. The same holds for pp and layers.
+            # If tp divides the heads of a model, every divisor of tp also divides them, but other
+            # numbers may not. The same holds for pp and layers.
             risky = [axis for axis in ("tp", "pp") if self.axes[axis] % other.axes[axis]]
             changed = [abs(math.log2(other.axes[a] / self.axes[a])) for a in self.axes]
             order = [-ranks for ranks in other.axes.values()]
@@ -364,7 +364,7 @@ def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute
 
 
 def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
-    """Raise UsageError if the schedule cannot run this number. The message suggests another."""
+    """Raise UsageError if the schedule cannot run this number of microbatches."""
 
     def divides(count: int) -> bool:
         rounds = max(1, count // ranks)

@@ -185,7 +185,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             is_parameter = isinstance(tensor, nn.Parameter)
             replacements[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
     _replace(model, replacements)
-    # Moves real buffers. It also makes FSDP record the new shards, and pad them if needed.
+    # This moves real buffers, and makes FSDP record the new shards and pad them if needed.
     model.to(device)
 
 
@@ -207,7 +207,7 @@ def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
 
     Ranks that hold the same parameter or the same shard compare hashes; no parameter is gathered.
     """
-    hashes: dict[str, dict[str, str]] = {}  # replicated axes → parameter → hash of its values
+    hashes: dict[str, dict[str, str]] = {}  # {replicated axes: {parameter: hash of its values}}
     for name, tensor in model.named_parameters():
         axes = " ".join(replicated_axes(tensor, mesh))
         hashes.setdefault(axes, {})[name] = str(hash_tensor(local_shard(tensor)))

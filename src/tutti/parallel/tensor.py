@@ -137,7 +137,7 @@ def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> to
 def _input_first(
     first: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Pass the first parameter of forward by position, also if the caller passed it by keyword.
+    """Pass the first parameter of forward by position, even if the caller passed it by keyword.
 
     The hook must not contain the layer's name: blocks that differ in a hook are compiled again.
     """

@@ -265,12 +265,12 @@ class Reference:
                 problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise UsageError(
                     f"{workload.options.model or 'the model'} fails on one device in float64, the "
-                    f"precision of the reference: {problem}: make the model work in float64"
+                    f"precision of the reference: {problem}. Make the model work in float64."
                 ) from error
 
         self.scales = Scales(**comm.gather_json(agree(derive))[0])
         self._records: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
-        self.weights_differ: str | None = None  # which rank has other initial weights
+        self.weights_differ: str | None = None  # a message if a rank has other initial weights
         try:
             check_same(world, model=workload.make_model())
         except RanksDiffer as error:

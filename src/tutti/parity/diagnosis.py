@@ -57,7 +57,7 @@ class StepDifference:
     norm: Scalar  # the global norm for clipping
     updates: Sequence[Difference]  # parameters after the step minus the initial parameters
     buffers: Sequence[Difference] = ()  # after the step; training does not read buffers
-    own_buffers: Sequence[str] = ()  # depend on each data rank's own samples; not compared
+    own_buffers: Sequence[str] = ()  # not compared, because they depend on a rank's own samples
 
 
 def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
@@ -127,7 +127,7 @@ def differing_ranks(steps: Sequence[tuple[float, float]]) -> str | None:
             if not math.isclose(own, first, rel_tol=1e-9):
                 return (
                     f"from the same weights and samples, rank {rank} computes a {what} of "
-                    f"{own:.9g}, rank 0 of {first:.9g}: forward depends on the rank"
+                    f"{own:.9g}, but rank 0 computes {first:.9g}: forward depends on the rank"
                 )
     return None
 

@@ -39,7 +39,7 @@ _HEADS = ("head", "lm_head", "output", "classifier", "fc")
 
 @dataclass(frozen=True)
 class Workload:
-    """A short training, which is run on one device and under each layout.
+    """A short training run, which is repeated on one device and under each layout.
 
     make_model: returns the model with its initial weights, identical in every call and on every
     rank. samples: the samples of a full step, then the samples of an uneven step. batch: the number
@@ -107,7 +107,7 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
         targets = samples.targets.clone()
         if targets.dim() != 2:
             raise UsageError("--padded needs text samples, which have one target per token")
-        # The number of targets that are not padding differs between samples, from 1 to all.
+        # The samples have different numbers of targets that are not padding, from 1 to all targets.
         length = targets.shape[1]
         counted = 1 + torch.arange(len(targets)) * 5 % length
         targets[torch.arange(length) >= counted[:, None]] = IGNORED
@@ -201,11 +201,12 @@ class Scales:
     """Hyperparameters derived from the size of the gradients, so that each has an effect."""
 
     clip: float  # a tenth of the norm of the first gradient, so that every step is clipped
-    sgd_lr: float  # such that a step moves the parameters by a hundredth of their norm
+    sgd_lr: float  # with this rate a step moves the parameters by a hundredth of their norm
     adamw_lr: float
     # AdamW divides by √v + eps. With the usual 1e-8, an element whose gradient is rounding error
-    # would move by a whole learning rate in a random direction. A fraction of the root mean square
-    # of all gradients (float64: a hundredth) prevents this, and hardly changes other updates.
+    # would move by a whole learning rate in a random direction. Here eps is a fraction of the root
+    # mean square of all gradients (in float64, one hundredth). It prevents such movements and
+    # hardly changes other updates.
     eps: float
 
 
@@ -326,17 +327,17 @@ class OneDeviceChecks:
             return (
                 f"two steps on one device, with the same weights and samples, but with other "
                 f"seeds, differ by {difference:.1g}: forward draws random numbers, which a layout "
-                "cannot repeat: switch them off for this check (dropout layers are off)"
+                "cannot repeat. Switch them off for this check (dropout layers are off)."
             )
         model = self._model()
         self._step(model)
         if difference := self._difference(model):
             return (
                 f"a second step on one device, without an update, differs by {difference:.1g}: "
-                "forward changes the model, such as a counter of calls"
+                "forward changes the model, for example by counting its calls"
             )
         if self._workload.batch_norms:
-            # Batch norms couple samples, but layouts synchronise batch norms: no cause.
+            # Batch norms couple samples, but this is not a cause: layouts synchronise batch norms.
             return None
         samples = self._workload.counts[0]
         try:
@@ -346,8 +347,8 @@ class OneDeviceChecks:
         if difference:
             return (
                 f"on one device, {samples} microbatches of one sample and one batch of {samples} "
-                f"differ by {difference:.1g}: the samples of a batch are coupled, such as by a "
-                "mean over the batch: compute each sample's output from this sample alone"
+                f"differ by {difference:.1g}: the samples of a batch are coupled, for example by a "
+                "mean over the batch. Compute each sample's output from this sample alone."
             )
         return None
 

@@ -1,7 +1,7 @@
 """Generate text from prompts with a GPT under any layout.
 
     dp     each data rank has its own prompts
-    shard  a block gathers its parameters in forward, so all data ranks must run it equally often
+    shard  a block gathers its parameters in forward, so all data ranks must run the same forwards
     tp     each rank has some of the heads, with their keys and values; logits are gathered
     pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
 

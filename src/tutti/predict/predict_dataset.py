@@ -1,4 +1,4 @@
-"""A trained run, its model placed on ranks, and the predictions for a dataset.
+"""Loads a trained run, places its model on ranks, and writes predictions for a dataset.
 
 Rank 0 writes a line for each sample, in the order of the dataset:
 
@@ -109,7 +109,7 @@ class TrainedRun:
 def place_model(
     model: nn.Module, weights: Weights, world: World, layout: Layout, example: Tensor, batch: int
 ) -> Engine:
-    """Distribute a model on meta over the ranks of a layout. All ranks must call this function."""
+    """Distribute a model, which is on the meta device, by a layout. All ranks must call this."""
     if layout.only_replicas:
         materialize(model, world.device)
         weights.fill(model)  # needed for buffers that are not in checkpoints
@@ -209,12 +209,12 @@ class Predictor:
     @torch.no_grad()
     def run(self, out: Path) -> Score:
         """Write a line for every sample to `out`. Return the score, which is equal on all ranks."""
-        # In each replica, one rank has the outputs. `writers` has these ranks, by data rank.
+        # In each replica, one rank has the outputs. `writers` lists these ranks, by data rank.
         mesh, has_outputs = self.engine.mesh, self.engine.reports_loss
         ranks = enumerate(comm.gather_json([mesh.data_rank, has_outputs]))
         writers = sorted((data_rank, rank) for rank, (data_rank, writes) in ranks if writes)
         rounds = scatter_rows(self.count, self.batch, mesh.layout.data_ranks)
-        # Sums are in float64, so that the order of addition does not change a score in float32.
+        # Sums are in float64, so that the order of addition does not change the float32 score.
         sums = torch.zeros(3, dtype=torch.float64)
         empty, autocast = self.example[:0], AUTOCAST.get(self.trained_run.recipe.compute.precision)
         with ExitStack() as stack:

@@ -23,7 +23,7 @@ _CELL_BYTES = 320  # size of the announcement: a cell (structures.h) that holds 
 
 @dataclass(eq=False)
 class Slot:
-    """One of this rank's own slots. Only this process writes them; peers copy from them."""
+    """A slot of this rank. Only this process writes to it, and peers copy from it."""
 
     number: int
     tensors: dict[str, torch.Tensor]  # views of the slot's memory
@@ -76,7 +76,7 @@ class Adapter(Mapping[str, torch.Tensor]):
 
 
 class AdapterStore(Structure):
-    """Adapters (LoRA matrices and the like) of one template, resident in `slots` slots per rank.
+    """Adapters (for example LoRA matrices) of one template, in `slots` slots per rank.
 
     Use it if a server switches between fine-tuned variants from one request to the next: one
     rank puts an adapter, the others prefetch it in the background while they still compute with
@@ -85,11 +85,11 @@ class AdapterStore(Structure):
     Do not use it for weights that change every step (use ParameterCache or an all-reduce), or for
     more adapters in use at once than there are slots.
 
-    template: tensor name → shape, or → a tensor of that shape and dtype. An adapter that was put on
-    a rank stays there until that rank removes it or puts it again. Copies on other ranks may be
-    evicted, least recently used first, but never the active adapter, the previous active adapter,
-    or an adapter inside a `with` block. Putting a name again makes a new version; `prefetch`
-    fetches the newest version.
+    `template` maps each tensor name to a shape, or to a tensor with the shape and dtype. An adapter
+    that was put on a rank stays there until that rank removes it or puts it again. Copies on other
+    ranks may be evicted, least recently used first, but never the active adapter, the previous
+    active adapter, or an adapter inside a `with` block. Putting a name again makes a new version;
+    `prefetch` fetches the newest version.
 
     A copy is valid only if the source slot's sequence number did not change during the copy;
     otherwise the copy is repeated. So no rank pins a slot of another rank, and a rank that dies
@@ -131,7 +131,8 @@ class AdapterStore(Structure):
         self._stream: torch.cuda.Stream | None = None
         if heap.device.type != "cpu":
             self._stream = torch.cuda.Stream(heap.device)  # type: ignore[no-untyped-call]
-        # Least recently used first. Hold the lock from a query until the change that follows it.
+        # The slots, least recently used first. Hold the lock from a query until the change that
+        # follows it.
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         for number, memory in enumerate(self._payload.local):
@@ -152,8 +153,8 @@ class AdapterStore(Structure):
     def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
         """Store an adapter in a slot of this rank, and return the adapter's version.
 
-        Other ranks may fetch the adapter. Only one rank at a time should put the same name: of two
-        concurrent puts, either may remain.
+        Other ranks may fetch the adapter. Only one rank at a time should put the same name. If two
+        ranks put it at the same time, either version may remain.
         """
         self._check_open()
         self._check_adapter(_checked_name(name), tensors)
@@ -431,7 +432,7 @@ class AdapterStore(Structure):
         core.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
-        """Return the newest copy. Of equal versions, prefer this rank's, then the next rank's."""
+        """Return the newest copy. Among equal versions, prefer this rank, then the next rank."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._search_consistently(
             ranks, lambda: [c for rank in ranks for c in self._copies_on(rank, name)]

@@ -81,8 +81,8 @@ class DistributedTensor(Structure):
 
     `scatter_add` adds every element atomically: no concurrent addition is lost. The order of
     additions is not fixed, so float sums may differ in the last bits from run to run. `gather` and
-    `scatter` are plain copies. Before you read what another rank wrote, synchronise with that
-    rank: `heap.barrier()` or a signal. On CUDA everything is enqueued on the current stream.
+    `scatter` are plain copies. Before you read data that another rank wrote, synchronise with that
+    rank by `heap.barrier()` or a signal. On CUDA everything is enqueued on the current stream.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class HashMap(Structure):
     """A dictionary from uint64 keys to tensors of one shape and dtype, shared by all ranks.
 
     Use it for sparse state that any rank reads and changes: counts by token or user, embeddings of
-    ids that are not row numbers, a directory of what each rank holds. Any rank can put, get, add
+    ids that are not row numbers, a directory of the data on each rank. Any rank can put, get, add
     and delete values at any time; the rank that owns the key is not involved. A get takes about
     1 µs, does not wait for writers and never returns a mixture of two values.
 

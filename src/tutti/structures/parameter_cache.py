@@ -14,7 +14,7 @@ _empty_like = torch.empty_like
 
 
 class ParameterCache(Structure):
-    """A table of `rows` × `columns`; each row's owner publishes versions, every rank looks them up.
+    """A table of `rows` × `columns`. The owner of a row publishes versions; all ranks read them.
 
     Use it if readers and writers are not synchronised: parameters that a server publishes and
     workers fetch, normalisation statistics, routing tables, tables of learning rates. A lookup
@@ -121,7 +121,11 @@ class ParameterCache(Structure):
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
         versions = torch.empty(indices.shape, dtype=torch.int64)
         bad = self._core.tutti_rows_lookup_many(
-            self._native, *(rows.data_ptr(), rows.numel(), target.data_ptr(), versions.data_ptr())
+            self._native,
+            rows.data_ptr(),
+            rows.numel(),
+            target.data_ptr(),
+            versions.data_ptr(),
         )
         if bad >= 0:
             self.rows.check(int(rows.reshape(-1)[bad]))

@@ -8,7 +8,7 @@ from tutti.comm.symmetric.heap import Heap
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_END = 1 << 63  # set in `filled` by finish() of the producer, in `emptied` by cancel()
+_END = 1 << 63  # the bit that finish() sets in `filled` and cancel() sets in `emptied`
 
 
 class EndOfStream(Exception):
@@ -37,7 +37,7 @@ class RingBuffer(Structure):
 
     Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
     `filled` (acquire) before it reads the slot. `emptied` does the same in the other direction. On
-    CUDA each end synchronises its stream before it stores the word, which blocks the host.
+    CUDA each end synchronises its stream before it stores its word, which blocks the host.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class RingBuffer(Structure):
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._done = 0  # the number of slots that this end has filled or emptied
-        # The producer may fill slots until `_done` reaches `_fill_limit`, the consumer may take
-        # slots until `_take_limit`; then this end reads the other end's word again. On all other
-        # ranks the limit stays 0.
+        # The producer may fill slots until `_done` reaches `_fill_limit`, and the consumer may take
+        # slots until `_done` reaches `_take_limit`. Then this end reads the other end's word again.
+        # On all other ranks the limits stay 0.
         self._fill_limit = slots if heap.rank == producer else 0
         self._take_limit = 0
         self._waits = 0

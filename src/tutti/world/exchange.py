@@ -131,7 +131,7 @@ def check_same(
 
 
 def _both(value: str | None, expected: str | None) -> str:
-    """Return two different values for a message, or "" if they are long, such as hashes."""
+    """Return both values as text for a message, or "" if they are long, such as hashes."""
     longest = max(len(str(value)), len(str(expected)))
     return f" ({value}, others {expected})" if longest <= _SHOWN_CHARACTERS else ""
 

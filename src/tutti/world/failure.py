@@ -98,7 +98,7 @@ class FailureHandler:
         self._write_report(first, details)
 
     def on_failure(self, first: Failure) -> None:
-        """Called in a thread after a failure. End this process if the main thread does not."""
+        """Called in a thread after a failure. End the process if the main thread does not end."""
         # The main thread most likely fails by itself now, with a better message than the one below.
         time.sleep(_GRACE_SECONDS)
         if self._closed:

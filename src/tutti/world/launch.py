@@ -77,7 +77,7 @@ class LocalWorld:
         return self.supervise(env).exit_code()
 
     def supervise(self, env: Mapping[str, str] | None = None) -> "Supervisor":
-        """Run until all ranks have ended. Return the supervisor, which knows how each ended."""
+        """Run until all ranks have ended. Return the supervisor, which has their exit codes."""
         self.check()
         shared = without_launcher_variables(os.environ if env is None else env)
         with ExitStack() as stack:
@@ -226,7 +226,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._first_to_fail: _Rank | None = None
-        self._reports: dict[int, dict[str, Any]] = {}  # what failed ranks have written
+        self._reports: dict[int, dict[str, Any]] = {}  # the reports that failed ranks have written
         self.stopped_by: signal.Signals | None = None
         self._scheduled: list[tuple[float, int]] = []  # (time, signal) to send to all ranks
 
@@ -377,7 +377,7 @@ class Supervisor:
         return self._find_failed(self._first_to_fail)[1] or None
 
     def _print_hidden_traceback(self) -> None:
-        """Print the traceback of a hidden rank that failed outside of a world, so has no report."""
+        """Print the traceback of a hidden rank that failed outside of a world, without a report."""
         for rank, stream in sorted(self._output.errors.items()):
             if stream.has_traceback and not self._output.shows(rank):
                 _report(f"rank {rank} failed:")

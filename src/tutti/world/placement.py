@@ -158,7 +158,7 @@ def cpus_for(
     """Return the CPU affinity of a rank that computes on CPU, or None to leave it unchanged.
 
     Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks, and inside a
-    node each gets its own CPUs if there are enough. Ranks wait for each other by spinning, so two
+    node each rank has its own CPUs if there are enough. Ranks wait by spinning, so two
     ranks on one CPU cost each other a time slice per message. Ranks to which the launcher gave
     different CPUs keep them.
     """
@@ -232,7 +232,8 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
     faults, which took 15 of 70 ms on two cores of a virtual machine. On a GPU, torch's caching
     allocator keeps freed memory.
     """
-    # Old versions of glibc accept at most 32 MiB. The trim threshold is the maximum.
+    # Old versions of glibc accept an mmap threshold of at most 32 MiB. The trim threshold is the
+    # largest value that mallopt accepts.
     return _set_malloc(env, mmap_bytes=(1 << 30, 32 << 20), trim_bytes=(1 << 31) - 1)
 
 
@@ -251,7 +252,8 @@ def _set_malloc(env: Mapping[str, str], mmap_bytes: Sequence[int], trim_bytes: i
     """Set two limits of glibc, unless the environment sets them, and return whether both are set.
 
     Blocks of `mmap_bytes` (the first accepted value) and above get their own mapping, which free()
-    returns. The heap returns free memory at its end if there is more than `trim_bytes`.
+    returns to the kernel. The heap returns free memory at its end if there is more than
+    `trim_bytes`.
     """
     variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc

@@ -86,7 +86,7 @@ def _read_pickle(path: Path) -> Any:
 def _write_call(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
     import cloudpickle
 
-    # The ranks find the same modules as this process, also those in the folder of a script.
+    # The ranks find the same modules as this process, including those in the folder of a script.
     (folder / "sys_path").write_text(json.dumps([os.path.abspath(path) for path in sys.path]))
     try:
         (folder / "call").write_bytes(cloudpickle.dumps((function, tuple(args))))

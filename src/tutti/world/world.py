@@ -123,7 +123,7 @@ def init(
     device is auto, cpu or cuda. backend is by default nccl on CUDA, and on CPU shm (shared memory
     inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu is the number
     of ranks that may share a GPU. start_timeout is the time in seconds for all ranks to start, and
-    timeout is that for a collective. Under `tutti run`, its flags are the defaults of these three.
+    timeout is that for a collective. The defaults of these three are the flags of `tutti run`.
     """
     if dist.is_initialized():
         raise UsageError(

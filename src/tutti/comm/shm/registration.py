@@ -88,7 +88,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def available() -> tuple[bool, str]:
-    """Return (usable, details): whether the backend can be used here, and details or the reason.
+    """Return (True, details) if the backend can be used here, or (False, reason).
 
     The first call may compile the backend.
     """
@@ -133,7 +133,7 @@ def set_where(where: Callable[[], str] | None) -> None:
 
 
 def _create(options: Any, pg_options: Any) -> Any:
-    """Return the backend of a new group. torch calls this if the group has an shm part."""
+    """Return the backend of a new group. torch calls this if the group uses shm for a device."""
     from tutti.comm.shm.connect import make
 
     return make(

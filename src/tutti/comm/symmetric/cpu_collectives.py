@@ -35,7 +35,7 @@ _CACHED_OPERATIONS = 256  # the number of prepared operations that are kept for 
 
 
 class CpuCollectives:
-    """The collectives of one heap, which can run only one at a time.
+    """The collectives of one heap. Only one collective can run at a time.
 
     `codes` are the C core's numbers of the dtype and of the reduction.
     """
@@ -154,7 +154,7 @@ class CpuCollectives:
         self._barrier("all_reduce")
         before = self._progress
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # below 0 sums are passed on; from 0 on, results
+            lap = step - (size - 1)  # below 0: pass partial sums on; from 0 on: pass results on
             first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             own_part = memory.address(rank, offset + first * itemsize)
             left_part = memory.address(left, offset + first * itemsize)

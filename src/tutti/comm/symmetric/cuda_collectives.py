@@ -64,7 +64,7 @@ class GraphedLaunch:
 
 
 class CudaCollectives:
-    """The collectives of one heap, which can run only one at a time, on one stream at a time."""
+    """The collectives of one heap. Only one collective can run at a time, on one stream."""
 
     def __init__(self, memory: "CudaMemory") -> None:
         self._memory, self._ranks = memory, range(memory.size)
@@ -157,7 +157,7 @@ class CudaCollectives:
         ends = rank_parts(tensor.numel(), size, tensor.itemsize)
         self._barrier()
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # below 0 sums are passed on; from 0 on, results
+            lap = step - (size - 1)  # below 0: pass partial sums on; from 0 on: pass results on
             first, last = ends[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             neighbours = ((rank - 1) % size, rank)
             left_part, own_part = self._parts(neighbours, offset, tensor, first, last)

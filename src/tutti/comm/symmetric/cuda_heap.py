@@ -70,7 +70,7 @@ class CudaMemory:
             if sharing > 1 and backend == "nvshmem":
                 raise UsageError(
                     f"backend='nvshmem' crashes in torch if ranks share a GPU, but {sharing} ranks "
-                    "share a GPU: use backend='cuda', or a GPU per rank"
+                    "share a GPU: use backend='cuda', or one GPU per rank"
                 )
             _select_backend(symm_mem, backend, device)
             self.backend_stats = {"ranks_on_gpu": sharing}
@@ -94,7 +94,7 @@ class CudaMemory:
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
             self.collectives = CudaCollectives(self)
             self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = self.barriers = 0
-            # When all ranks have exchanged this, all blocks are zeroed and mapped.
+            # After this exchange, the blocks of all ranks are zeroed and mapped.
             self._rendezvous.exchange("ready")
             self.stream_barrier(CHANNELS, "the first barrier")
             self.quiet()

@@ -63,7 +63,7 @@ class Heap:
         self.device, self.backend, self.reason = memory.device, memory.backend, memory.reason
         self.closed = False
         self._allocator = Allocator(bytes, memory.alignment)
-        self._objects: dict[int, HeapObject] = {}  # offset → tensor or counters
+        self._objects: dict[int, HeapObject] = {}  # tensors and counters by offset
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -352,7 +352,7 @@ class Allocator:
     def __init__(self, bytes: int, alignment: int = 64) -> None:
         self.bytes = bytes
         self.alignment = alignment
-        self.taken: dict[int, int] = {}  # offset → bytes
+        self.taken: dict[int, int] = {}  # the size in bytes of each allocation, by offset
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), sorted, never adjacent
 
     def rounded(self, bytes: int) -> int:

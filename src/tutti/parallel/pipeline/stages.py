@@ -4,8 +4,9 @@ Two kinds of models can be cut:
 
 - `nn.Sequential`: every child is a layer;
 - a module with `cuttable = True`: its forward runs its children in the order of their definition,
-  and skips children that are None and missing entries of ModuleDicts. The layers are the children
-  with parameters and the entries of ModuleDicts. Every stage keeps children without parameters.
+  and also works if children are None or entries of ModuleDicts are missing. The layers are the
+  children with parameters and the entries of ModuleDicts. Every stage keeps children without
+  parameters.
 
 A stage is the whole model without the layers of other stages. Therefore layers and parameters have
 the same names in a stage, in the whole model and in checkpoints.
@@ -171,7 +172,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers into contiguous, non-empty parts so that the most expensive part costs least.
+    """Cut layers into contiguous, non-empty parts. The most expensive part is as cheap as possible.
 
     A pipeline is as fast as its slowest stage, because the other stages wait for it. Among equally
     good cuts, the cut with the smallest sum of squared costs is chosen.
@@ -317,7 +318,8 @@ class Padding:
     def __init__(self, model: nn.Module, size: int) -> None:
         """`size` is the number of samples in every microbatch, including padded samples."""
         self.size = size
-        self._real: list[int | None] = []  # samples on this rank; None: no samples on any rank
+        # The real samples of each microbatch on this rank, or None if no rank has samples.
+        self._real: list[int | None] = []
         self._current: int | None = size  # the entry of `_real` for the current microbatch
         for name, norm in model.named_modules():
             if isinstance(norm, _NormBase):
@@ -345,7 +347,7 @@ class Padding:
                 raise UsageError(
                     f"layer {name} gets {len(input)} rows for {self.size} samples, of which "
                     f"{self._current} are real. The number of rows must be a multiple of the "
-                    "number of samples; otherwise use --drop-last"
+                    "number of samples. Change the layer, or use --drop-last."
                 )
             y: Tensor = forward(input[: self._current * rows_per_sample])
             return torch.cat([y, y.new_zeros(len(input) - len(y), *y.shape[1:])])
