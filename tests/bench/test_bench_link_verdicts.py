@@ -149,7 +149,7 @@ def test_observed_causes_come_before_common_ones() -> None:
     slow = {(1, 0): 0.1, (1, 2): 0.1}
     (finding,) = judged(locations, rows(locations, slow, 1.0))
     assert finding.causes[0] == "observed: tc limits eth0 of n2 (tbf, 200 Mbit/s)"
-    assert finding.causes[1].startswith("observed: eth0 of n2 has 1000 Mbit/s, but the others have 10000")
+    assert "eth0 of n2 has 1000 Mbit/s, but the others have 10000" in finding.causes[1]
 
 
 def test_a_gpu_with_missing_nvlinks_is_named_with_their_number() -> None:
