@@ -3,16 +3,17 @@
     python benchmarks/planted_causes.py --minutes 8 --json planted_causes_MACHINE_DATE.json
 
 `planted_programs.py` has the programs and the causes. The grid is every kind of program, cause and
-size, on quiet cores and with a busy loop beside the program. Cases run at the same time, each on
-its own set of cores (`--cores`), to which also its busy loop is bound. If `--minutes` are too short
-for the grid, a random sample of it is run, chosen by `--seed`, with every pair of program and
-cause before any pair comes twice.
+size, on quiet CPUs and with a busy loop beside the program. Cases run at the same time, each on its
+own set of CPUs (`--cpus`, whole cores if possible), to which also its busy loop is bound. If
+`--minutes` are too short for the grid, a random sample of it is run, chosen by `--seed`, with every
+pair of program and cause before any pair comes twice.
 
 First, every kind of program runs with nothing planted, quiet and busy: the loss that the program
 has anyway is subtracted. A planted cause is right if the figure that `tutti scale` prints (share
 of the step × step) differs from the planted seconds, which the program measures itself, by at most
 15 %, or if its printed quartiles include the planted seconds. Plain DDP with nothing planted runs
-10 times: the largest named cause should be the same each time, or none.
+10 times: the largest named cause should be the same each time, or none. `--nothing FILE` reads the
+results with nothing planted from the JSON of an earlier run instead.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 import platform
 import queue
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -228,24 +230,29 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=8, help="no case ends much later")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of the grid")
-    parser.add_argument("--cores", type=int, default=3, help="number of cores of each case")
+    parser.add_argument("--cpus", type=int, default=4, help="number of CPUs of each case")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--causes", default=",".join(CAUSES))
     parser.add_argument("--milliseconds", default="20,40,80")
     parser.add_argument("--load", choices=("both", "quiet", "busy"), default="both")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stability", type=int, default=STABILITY_RUNS)
+    parser.add_argument("--nothing", type=Path, help="JSON with results with nothing planted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    available = sorted(os.sched_getaffinity(0))
-    size = min(options.cores, len(available))
+    available = sorted(os.sched_getaffinity(0), key=_core)
+    size = min(options.cpus, len(available))
     sets = [available[n : n + size] for n in range(0, len(available) - size + 1, size)]
     cases = plan(options)
+    results: list[dict[str, Any]] = []
+    if options.nothing is not None:
+        read = json.loads(options.nothing.read_text())["results"]
+        results = [result for result in read if result["case"]["cause"] == "nothing"]
+        cases = [case for case in cases if case.cause != "nothing"]
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in cases:
         waiting.put(case)
     end = time.monotonic() + 60 * options.minutes
-    results: list[dict[str, Any]] = []
     lock = threading.Lock()
 
     def content() -> dict[str, Any]:
@@ -253,8 +260,8 @@ def main() -> None:
             "command": sys.argv,
             "machine": {
                 "processor": _processor(),
-                "cores": len(available),
-                "cores_of_a_case": size,
+                "cpus": len(available),
+                "cpus_of_a_case": sets,
                 "python": platform.python_version(),
             },
             "planned": len(cases),
@@ -294,6 +301,13 @@ def main() -> None:
     print(json.dumps(summary, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(content()))
+
+
+def _core(cpu: int) -> tuple[int, int]:
+    """Return the first CPU of the same core, and the CPU."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    first = re.match(r"\d+", path.read_text()) if path.exists() else None
+    return int(first[0]) if first else cpu, cpu
 
 
 def _processor() -> str:

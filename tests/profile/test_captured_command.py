@@ -215,7 +215,7 @@ def test_tutti_train_records_batch_and_input(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     trace = read_rank(tmp_path / "run" / "traces" / "rank0.json.gz")
     assert trace.capture_info["batch"] == 16
-    assert len(trace.capture_info["step_s"]) == 3
+    assert len(trace.capture_info["step_s"]) == 6
     assert trace.input.seconds > 0
 
 

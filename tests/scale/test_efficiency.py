@@ -21,17 +21,18 @@ from tutti.scale.scale_runs import (
     Job,
     MeasuredRun,
     MeasuredStep,
-    calibrate,
     combine_ranks,
+    measured_step,
     slow_steps,
 )
 from tutti.scale.scale_table import add_verdicts, sweep_lines, sweep_rows
 
 seconds = st.floats(0, 10, allow_nan=False)
-ranks = st.lists(st.fixed_dictionaries(dict.fromkeys(PARTS, seconds)), min_size=1, max_size=5)
+RECORDED = (*PARTS, "pause")
+ranks = st.lists(st.fixed_dictionaries(dict.fromkeys(RECORDED, seconds)), min_size=1, max_size=5)
 parts = ranks.map(combine_ranks)
 times = st.lists(st.floats(1e-3, 10), min_size=1, max_size=9)
-steps = st.builds(calibrate, parts, times, st.booleans())
+steps = st.builds(measured_step, parts, times, st.booleans())
 
 
 @given(st.lists(st.tuples(steps, steps), min_size=1, max_size=5), st.floats(0.01, 1))
@@ -62,12 +63,12 @@ def test_combined_parts_add_up_to_the_mean_step_and_waiting_does_not_shrink(
 
 
 def _step(seconds: float, **parts: float) -> MeasuredStep:
-    return calibrate(combine_ranks([dict.fromkeys(PARTS, 0.0) | parts]), [seconds])
+    return measured_step(combine_ranks([dict.fromkeys(RECORDED, 0.0) | parts]), [seconds])
 
 
 def test_the_excess_of_a_slower_rank_counts_as_waiting_in_full() -> None:
     """One of two ranks sleeps for 60 ms: this is 60 ms of waiting, not the mean of 30 ms."""
-    zero = dict.fromkeys(PARTS, 0.0)
+    zero = dict.fromkeys(RECORDED, 0.0)
     combined = combine_ranks(
         [zero | {"compute": 0.1, "wait": 0.06}, zero | {"compute": 0.1, "host_gap": 0.06}]
     )
@@ -80,9 +81,7 @@ def test_the_excess_of_a_slower_rank_counts_as_waiting_in_full() -> None:
 def test_every_part_that_grows_is_a_cause() -> None:
     """Weak scaling with steps of 100 and 200 ms; recording adds 10 and 20 ms of compute."""
     base = _step(0.10, compute=0.11)
-    step = _step(
-        0.20, compute=0.09, hidden=0.05, exposed=0.04, wait=0.01, input=0.02, host_gap=0.01
-    )
+    step = _step(0.20, compute=0.09, hidden=0.05, exposed=0.04, wait=0.01, input=0.02, pause=0.01)
 
     loss = loss_by_cause(step, base, ideal=1.0)
 
@@ -93,20 +92,20 @@ def test_every_part_that_grows_is_a_cause() -> None:
 
 def test_recording_slows_only_the_recorded_operators() -> None:
     """A sleep of 40 ms stays 40 ms; a difference of 60 of 70 ms is too large to be overhead."""
-    overhead = _step(0.06, compute=0.03, host_gap=0.04)
+    overhead = _step(0.06, compute=0.03, pause=0.04)
     assert overhead.parts["compute"] == pytest.approx(0.02)
     assert overhead.parts["host_gap"] == pytest.approx(0.04)
     assert overhead.parts["unexplained"] == pytest.approx(0)
 
-    other_steps = _step(0.13, compute=0.03, host_gap=0.04)
+    other_steps = _step(0.13, compute=0.03, pause=0.04)
     assert other_steps.parts["host_gap"] == pytest.approx(0.04)
     assert other_steps.parts["unexplained"] > 0.05
 
 
 def test_on_a_gpu_recording_slows_the_host_and_not_the_kernels() -> None:
-    recorded = combine_ranks([dict.fromkeys(PARTS, 0.0) | {"compute": 0.05, "host_gap": 0.02}])
+    recorded = combine_ranks([dict.fromkeys(RECORDED, 0.0) | {"compute": 0.05, "host_gap": 0.02}])
 
-    step = calibrate(recorded, [0.06], on_device=True)
+    step = measured_step(recorded, [0.06], on_device=True)
 
     assert (step.parts["compute"], step.parts["host_gap"]) == pytest.approx((0.05, 0.01))
 
@@ -115,7 +114,7 @@ def test_every_fifth_step_is_slow() -> None:
     """Steps of 100 ms, of which every fifth takes 180 ms: 16 ms per step are due to slow steps."""
     times = [0.18 if number % 5 == 3 else 0.1 for number in range(20)]
 
-    step = calibrate(combine_ranks([dict.fromkeys(PARTS, 0.0) | {"compute": 0.1}]), times)
+    step = measured_step(combine_ranks([dict.fromkeys(RECORDED, 0.0) | {"compute": 0.1}]), times)
     slow = slow_steps(times)
 
     assert step.seconds == pytest.approx(0.116)

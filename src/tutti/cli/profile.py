@@ -21,8 +21,9 @@ class Profile:
         tutti profile --trace DIR
 
     The first two commands run a program unchanged and record traces. A step ends when the optimizer
-    of the program has updated the parameters. The last command reads existing torch.profiler
-    traces, one file per rank.
+    of the program has updated the parameters. In a program without an optimizer (inference) a step
+    is a call of its outermost module. The last command reads existing torch.profiler traces, one
+    file per rank.
     """
 
     USAGE_END = "[-- COMMAND]"
@@ -30,8 +31,9 @@ class Profile:
     """Read the traces in this directory or run directory instead of starting a program."""
     out: Path | None = None
     """Directory for the traces, OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
-    wait: int = 3
-    """Number of steps to skip at the start."""
+    wait: int = 6
+    """Number of steps before the profiler starts. The second half of these steps is timed, and the
+    recorded steps are corrected for the cost of recording, if at least 3 steps are timed."""
     warmup: int = 2
     """Number of steps in which the profiler warms up, after the skipped steps."""
     active: int = 5
@@ -122,8 +124,9 @@ def _capture(options: Profile, arguments: list[str]) -> int:
         steps = options.wait + options.warmup + 2
         failed = f"the program ended with code {code}, and " if code else ""
         print(
-            f"tutti profile: {failed}nothing was captured. If no process took {steps} steps of a "
-            "torch optimizer, train longer, or reduce --wait and --warmup. Otherwise the program "
+            f"tutti profile: {failed}nothing was captured. If no process took {steps} steps (steps "
+            "of a torch optimizer or, in a program without an optimizer, calls of its outermost "
+            "module), run longer, or reduce --wait and --warmup. Otherwise the program "
             "cannot be recorded: python -I, -E or -S, a command that replaces PYTHONPATH, and "
             f"replayed CUDA graphs prevent recording.{task.missing_rank_hint if code else ''}",
             file=sys.stderr,

@@ -40,7 +40,7 @@ _END_TIMEOUT_SECONDS = 60.0
 # its sequence number, which its trace events do not have.
 _RECORDER_ENTRIES = 20_000
 # Size of the heap that is prepared for the profiler's events, which took up to 9 MB per step.
-_HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 512 << 20
+_HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 256 << 20
 _HEAP_BLOCK_BYTES = 64 << 10  # malloc may use mmap instead of the heap for blocks of 128 kB or more
 # torch declares no types for some functions of these modules.
 _cuda: Any = torch.cuda
@@ -68,7 +68,7 @@ class Capture:
         self,
         directory: str | os.PathLike[str],
         *,
-        wait: int = 3,
+        wait: int = 6,
         warmup: int = 2,
         active: int = 5,
         shapes: bool | None = None,
@@ -311,6 +311,7 @@ class Capture:
         metadata: dict[str, Any] = {
             "backend": "none",
             "host": socket.gethostname(),  # torch 2.11 does not write host_name
+            "kernel": _kernel_identity(),
             # The heap that was added for the profiler is not counted.
             "host_memory_bytes": max(self._peak_before, _peak_memory() - self._touched),
             "recorder": [],
@@ -371,6 +372,13 @@ class _StepTimes:
 
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _kernel_identity() -> str:
+    """Return a text that is the same for all processes that share a kernel, and thus a clock."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def _peak_memory() -> int:

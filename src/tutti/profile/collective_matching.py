@@ -16,9 +16,10 @@ _AXES = {
     **dict.fromkeys(("tp", "tensor", "tensor_parallel", "model"), "tp"),
     **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), "pp"),
 }
-# Ranks with the same host name normally share a clock, but containers on several hosts may have the
-# same name. Such ranks have separate clocks if their end times differ by more than this constant
-# and by more than three times the spread.
+# Ranks with the same kernel share a clock. In a trace that does not name its kernel, ranks with the
+# same host name normally share a clock, but containers on several hosts may have the same name.
+# Such ranks have separate clocks if their end times differ by more than this constant and by more
+# than three times the spread.
 _SAME_CLOCK_SECONDS = 1e-3
 
 
@@ -214,11 +215,15 @@ def _clock_owners(
 ) -> dict[int, int]:
     """Return the owner of each rank's clock, which is the first rank with the same clock."""
     first: dict[str, int] = {}
-    owner = {trace.rank: first.setdefault(trace.host, trace.rank) for trace in traces}
+    kernels = {trace.rank: str(trace.capture_info.get("kernel") or "") for trace in traces}
+    owner = {
+        trace.rank: first.setdefault(kernels[trace.rank] or trace.host, trace.rank)
+        for trace in traces
+    }
     differences: dict[int, list[float]] = defaultdict(list)
     for collective in matched:
         for rank, member in collective.members.items():
-            if owner[rank] != rank and owner[rank] in collective.members:
+            if not kernels[rank] and owner[rank] != rank and owner[rank] in collective.members:
                 differences[rank].append(member.end - collective.members[owner[rank]].end)
     for rank, values in differences.items():
         offset, spread = _median_and_deviation(values)

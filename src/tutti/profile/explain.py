@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from tutti.measure.spread import summarize
+from tutti.measure.spread import middle_half, quartiles, summarize
 from tutti.profile.advice import ProfiledRun, advise
+from tutti.profile.calibration import calibrate, mean_parts, timed_steps, typical_seconds
 from tutti.profile.collective_matching import (
     Clock,
     MatchedCollective,
@@ -24,6 +24,7 @@ from tutti.profile.step_breakdown import (
     bucket_rows,
     comm_rows,
     overlap,
+    parts_with_pauses,
     split_step,
     straggler_rows,
 )
@@ -65,18 +66,30 @@ class Explanation:
                 for step in self.steps
             ],
             "comm": comm_rows(self.traces, self.matched),
-            "axes": axis_rows(self.steps),
+            "axes": axis_rows([step for trace in self.traces for step in self._typical(trace)]),
             "buckets": bucket_rows(self.traces),
             "stragglers": stragglers,
             "advice": advise(ProfiledRun(self.traces, self.steps, self.matched, stragglers)),
             "notes": self.notes + _imbalance_notes(ranks),
         }
 
+    def _typical(self, trace: RankTrace) -> list[StepBreakdown]:
+        """Return the middle half of the steps of a rank by length."""
+        steps = [step for step in self.steps if step.rank == trace.rank]
+        return middle_half(steps, key=lambda step: step.seconds)
+
     def _rank_row(self, trace: RankTrace, clock: Clock) -> dict[str, Any]:
         steps = [step for step in self.steps if step.rank == trace.rank]
-        lengths = [step.seconds for step in steps]
-        parts = {name: fmean(step.parts[name] for step in steps) for name in PARTS}
-        length = fmean(lengths)
+        recorded = mean_parts([parts_with_pauses(step) for step in self._typical(trace)])
+        times = timed_steps(trace.capture_info.get("step_s") or [])
+        seconds = typical_seconds(times) if times else sum(recorded.values())
+        # Recording makes no step faster, so slower timed steps are chance and change nothing.
+        typical = calibrate(recorded, seconds, trace.on_device, max_factor=1.0)
+        parts, length = typical.parts, sum(typical.parts.values())
+        spread = {
+            name: [typical.scaled(name, part) for part in quartiles([s.parts[name] for s in steps])]
+            for name in PARTS
+        }
         ratio = (parts["hidden"] + parts["exposed"]) / length
         return {
             "rank": trace.rank,
@@ -84,9 +97,11 @@ class Explanation:
             "backend": trace.backend,
             "clock_of": "device" if trace.on_device else "host",
             "steps": len(steps),
-            "step_s": summarize(lengths),
+            "step_s": summarize([step.seconds for step in steps]) | {"typical": length},
             "recording_overhead": trace.capture_info.get("overhead"),
+            "calibration": typical.factor if times else None,
             "parts_s": parts,
+            "parts_quartiles_s": spread,
             "parts_share": {name: seconds / length for name, seconds in parts.items()},
             "busy": (parts["compute"] + parts["hidden"]) / length,
             "overlap": overlap(parts),

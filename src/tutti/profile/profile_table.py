@@ -28,7 +28,7 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     backends = "+".join(sorted({row["backend"] for row in ranks}))
     yield (
         f"{_count(max(row['steps'] for row in ranks), 'step')} of {_count(len(ranks), 'rank')}, "
-        f"{backends}; {ranks[0]['clock_of']} time, in % of the step"
+        f"{backends}; {ranks[0]['clock_of']} time, in % of a typical step"
     )
     yield ""
     titles = {name: "gaps" if name == "host_gap" else name for name in PARTS}
@@ -38,11 +38,14 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     late = {row["rank"] for row in rows["stragglers"][:4]}
     shown = [row for n, row in enumerate(ranks) if n < _MAX_RANKS or row["rank"] in late]
     for row in shown:
-        step, digits = 1e3 * row["step_s"]["mean"], 0 if narrow else 1
+        step, digits = 1e3 * row["step_s"]["typical"], 0 if narrow else 1
         shares = (f"{100 * row['parts_share'][n]:>{widths[n]}.{digits}f}" for n in PARTS)
         short = f"{step:.3g}" if step < 1000 else f"{step:.0f}"
         time = f"{short:>5}" if narrow else f"{step:>9.2f}"
         yield f"{row['rank']:>4}{time}{''.join(shares)}"
+        if not narrow and row["steps"] > 1:
+            cells = (_cell(row["parts_quartiles_s"][n], row["step_s"]["typical"]) for n in PARTS)
+            yield f"{'p25–p75':>13}{''.join(f'{cell:>8}' for cell in cells)}"
     if len(shown) < len(ranks):
         yield f"      … {len(ranks) - len(shown)} more ranks: see --json"
     balance = "busy " + _range([100 * row["busy"] for row in ranks], "%")
@@ -53,12 +56,22 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     yield balance
     overhead = median(row["recording_overhead"] or 1 for row in ranks)
     if overhead > _NOTABLE_OVERHEAD:
-        yield f"recorded steps took {overhead:.2f} × as long as the steps before"
+        corrected = any(row["calibration"] is not None for row in ranks)
+        yield (
+            f"recorded steps took {overhead:.2f} × as long as the steps before"
+            + ("; the table is corrected for this" if corrected else "")
+        )
     yield ""
     yield from _communication(rows, narrow)
     yield from _stragglers(rows)
     yield from _advice(rows)
     yield from (f"note: {note}" for note in rows["notes"])
+
+
+def _cell(low_and_high: list[float], step: float) -> str:
+    """Return quartiles in percent of the step, such as 81–84."""
+    low, high = (f"{100 * seconds / step:.0f}" for seconds in low_and_high)
+    return low if low == high else f"{low}–{high}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -84,7 +97,7 @@ def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
         f"moving data: {100 * ratio:.0f} % of the step, {verdict} the "
         f"{100 * COMM_RATIO_LIMIT:.0f} % limit{overlap}"
     )
-    length = fmean(row["step_s"]["mean"] for row in ranks)
+    length = fmean(row["step_s"]["typical"] for row in ranks)
     for row in rows["axes"]:
         shares = (100 * row[f"{name}_s"] / length for name in ("hidden", "exposed", "wait"))
         yield "  {:<6} hidden {:4.1f} %, exposed {:4.1f} %, waiting {:4.1f} %".format(

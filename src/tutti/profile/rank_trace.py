@@ -81,6 +81,11 @@ class Intervals:
             np.concatenate([self.starts, other.starts]), np.concatenate([self.ends, other.ends])
         )
 
+    def longer_than(self, seconds: float) -> "Intervals":
+        """Return the intervals that take at least `seconds`."""
+        chosen = self.ends - self.starts >= seconds
+        return Intervals(self.starts[chosen], self.ends[chosen])
+
     def between(self, start: float, end: float) -> "Intervals":
         """Return the part of the set that lies in [start, end)."""
         first = int(np.searchsorted(self.ends, start, side="right"))

@@ -8,7 +8,8 @@ Every moment of a step belongs to exactly one part:
     bubble         nothing computes, and a send or receive waits for its peer (pipelines)
     exposed        nothing computes, and data moves
     input          none of the above: the program waits for its data loader
-    rest           none of the above: copies on a GPU, or the code around operators on a CPU
+    rest           none of the above: copies on a GPU, or on a CPU the code around operators (less
+                   than 1 ms at a time)
     host_gap       nothing is recorded, for example Python code, a sleep or an idle GPU
 """
 
@@ -31,6 +32,9 @@ Kind = tuple[str | None, bool]  # (mesh axis, whether the collective is a DDP bu
 _Pair = tuple[float, float]  # (start, end)
 _Key = tuple[str, str, str | None, int, str]  # (operation, group, axis, bytes, dtype)
 _Sample = tuple[float, float, bool, int]  # (transfer seconds, wait seconds, is matched, ranks)
+# On a CPU the code around operators takes microseconds. A longer piece is a sleep, Python code (a
+# hook), or the wait for a core.
+_PAUSE_SECONDS = 1e-3
 _NOTABLE_SHARE = 0.02  # a rank for which the others wait a larger share of a step is a straggler
 
 
@@ -43,6 +47,7 @@ class StepBreakdown:
     seconds: float
     intervals: dict[str, Intervals]  # the intervals of each part
     parts: dict[str, float]  # the total length of each part
+    paused: float  # the total length of the host gaps of at least 1 ms
     waited_for: dict[int, float]  # the time lost waiting for each late rank
     # hidden, exposed and wait (which includes bubble) by kind of communication. The sum over kinds
     # is the part.
@@ -55,6 +60,12 @@ def overlap(parts: Mapping[str, float]) -> float | None:
     """Return hidden / (hidden + exposed + waiting), as defined by Holistic Trace Analysis."""
     total = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
     return parts["hidden"] / total if total else None
+
+
+def parts_with_pauses(step: StepBreakdown) -> dict[str, float]:
+    """Return the parts with `host_gap` divided into `host_gap` (below 1 ms) and `pause`."""
+    gaps = max(0.0, step.parts["host_gap"] - step.paused)
+    return step.parts | {"host_gap": gaps, "pause": step.paused}
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
@@ -92,6 +103,9 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
     loading = quiet & trace.input.between(step.start, step.end)
     quiet -= loading
     other = quiet & trace.other.between(step.start, step.end)
+    if not trace.on_device:
+        other -= other.longer_than(_PAUSE_SECONDS)
+    gaps = quiet - other
     hidden = compute & communicating
     intervals = {
         "compute": compute - hidden,
@@ -100,7 +114,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
         "wait": waiting,
         "bubble": bubble,
         "input": loading,
-        "host_gap": quiet - other,
+        "host_gap": gaps,
         "rest": other,
     }
     gradients = step.gradients
@@ -110,6 +124,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
         seconds=whole.seconds,
         intervals=intervals,
         parts={name: part.seconds for name, part in intervals.items()},
+        paused=gaps.longer_than(_PAUSE_SECONDS).seconds,
         waited_for=waited_for,
         by_kind=_split_by_kind(
             {"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, extents
@@ -327,7 +342,8 @@ def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
     """Return the number of steps between late steps if it is constant. The arguments are sorted.
 
-    Two late steps determine a period only if the recording is too short for a third late step. If
+    Two late steps determine a period only if the recording is too short for a third late step, but
+    at least twice as long as the period, because two late steps by chance are often far apart. If
     every step is late, the period is 1. With fewer than two late steps the period is unknown.
     """
     distances = {after - before for before, after in pairwise(late)}
@@ -335,7 +351,7 @@ def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
         return None
     (period,) = distances
     complete = late[0] - period < steps[0] and late[-1] + period > steps[-1]
-    return period if complete else None
+    return period if complete and 2 * period <= len(steps) else None
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def key_numbers(run: Run) -> KeyNumbers:
     return KeyNumbers(
         ranks=world.get("size") or profile.get("world_size"),
         backend="+".join(sorted({row["backend"] for row in rows})) or None,
-        step_s=fmean(row["step_s"]["mean"] for row in rows) if rows else None,
+        step_s=fmean(row["step_s"]["typical"] for row in rows) if rows else None,
         computing=fmean(row["busy"] for row in rows) if rows else None,
         largest_loss=max(lost.items(), key=lambda item: item[1], default=("", 0.0)),
         late=late_rank(profile.get("stragglers") or []),

@@ -24,10 +24,10 @@ from typing import Any
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
-from tutti.measure.spread import middle_half
+from tutti.profile.calibration import calibrate, typical_parts, typical_seconds
 from tutti.profile.captured_command import captured_environment
 from tutti.profile.explain import Explanation, explain
-from tutti.profile.step_breakdown import find_period
+from tutti.profile.step_breakdown import find_period, parts_with_pauses
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 
@@ -35,9 +35,8 @@ RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1  # an option of prctl
-# The factors by which the recorded parts may be corrected, because recording slows operators on a
-# CPU and kernel launches on a GPU. A larger correction is not credible.
-_MIN_CORRECTION, _MAX_CORRECTION = 0.4, 1.25
+# The timed steps may be slower than the recorded steps by chance. A larger factor is not credible.
+_MAX_FACTOR = 1.25
 _SLOW_STEP = 0.1  # a step is slow if it takes longer than the others by this share
 _LATE_KEYS = ("rank", "cost_s", "cost_share", "excess", "steady", "period")
 _RANK_FLAGS = {
@@ -56,7 +55,7 @@ class Schedule:
 
     settle: int = 5
     timed: int = 20
-    recorded: int = 10
+    recorded: int = 20
 
     @property
     def steps(self) -> int:
@@ -309,7 +308,6 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     if not all(times):
         raise NotMeasured("a trace has no step that was timed without the profiler")
     step_times = [fmean(of_ranks) for of_ranks in zip(*times, strict=False)]
-    recorded = fmean(row["step_s"]["mean"] for row in ranks)
     notes = [note for note in rows["notes"] if "missing" in note or "no optimizer" in note]
     if run.ranks > 1 and not rows["comm"]:
         notes.append(
@@ -323,10 +321,10 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
         folder=folder,
         flags=run.flags,
         samples=_samples_per_step(folder, [info.get("batch") for info in infos]),
-        step=calibrate(
+        step=measured_step(
             recorded_parts(explanation), step_times, any(t.on_device for t in explanation.traces)
         ),
-        hidden=fmean(row["parts_s"]["hidden"] for row in ranks) / recorded,
+        hidden=fmean(row["parts_share"]["hidden"] for row in ranks),
         comm=rows["comm"],
         late=late and {key: late[key] for key in _LATE_KEYS},
         slow=slow_steps(step_times),
@@ -336,41 +334,32 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 
 
 def recorded_parts(explanation: Explanation) -> dict[str, float]:
-    """Return the parts of a typical recorded step: means over the middle half of the steps."""
+    """Return the parts of a typical recorded step over all ranks."""
     steps: dict[int, list[Mapping[str, float]]] = {}
     for step in explanation.steps:
-        steps.setdefault(step.step, []).append(step.parts)
+        steps.setdefault(step.step, []).append(parts_with_pauses(step))
     complete = [parts for parts in steps.values() if len(parts) == len(explanation.traces)]
-    combined = [combine_ranks(parts) for parts in complete or list(steps.values())]
-    middle = middle_half(combined, key=lambda parts: sum(parts.values()))
-    return {name: fmean(parts[name] for parts in middle) for name in middle[0]}
+    return typical_parts([combine_ranks(parts) for parts in complete or list(steps.values())])
 
 
-def calibrate(
+def measured_step(
     recorded: Mapping[str, float], step_times: Sequence[float], on_device: bool = False
 ) -> MeasuredStep:
     """Return the parts of the timed steps, from the parts of a typical recorded step.
 
-    Recording slows operators on a CPU (compute and rest), and the launch of kernels on a GPU, which
-    appears as gaps. These parts are scaled, so that all parts add up to a typical timed step, the
-    mean over the middle half. `unexplained` is a difference that is too large for this.
-    `slow_steps` is the difference between the mean over all timed steps and a typical step.
+    The parts are calibrated to a typical timed step. `unexplained` is a difference that is too
+    large for a calibration. `slow_steps` is the difference between the mean over all timed steps
+    and a typical step.
     """
-    typical = fmean(middle_half(step_times, key=float))
-    mean = fmean(step_times)
-    slowed = ("host_gap", "rest") if on_device else ("compute", "rest")
-    slowed_seconds = sum(recorded[name] for name in slowed)
-    excess = typical - sum(recorded.values())
-    factor = 1 + excess / slowed_seconds if slowed_seconds else 1.0
-    factor = min(max(factor, _MIN_CORRECTION), _MAX_CORRECTION)
-    parts = {name: time * (factor if name in slowed else 1) for name, time in recorded.items()}
-    unexplained = typical - sum(parts.values())
-    return MeasuredStep(mean, parts | {"slow_steps": mean - typical, "unexplained": unexplained})
+    typical, mean = typical_seconds(step_times), fmean(step_times)
+    step = calibrate(recorded, typical, on_device, _MAX_FACTOR)
+    added = {"slow_steps": mean - typical, "unexplained": step.unexplained}
+    return MeasuredStep(mean, step.parts | added)
 
 
 def slow_steps(step_times: Sequence[float]) -> dict[str, Any] | None:
     """Return the number of slow steps, their median excess, and their period if constant."""
-    typical = fmean(middle_half(step_times, key=float))
+    typical = typical_seconds(step_times)
     excess = [seconds - typical for seconds in step_times]
     limit = max(_SLOW_STEP * typical, max(excess) / 2)
     slow = [number for number, seconds in enumerate(excess) if seconds > limit]
@@ -391,14 +380,14 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     as waiting. If the mean over ranks were used, a part of the excess would count as compute.
     Compute includes hidden communication.
     """
-    own_parts = ("compute", "hidden", "input", "host_gap", "rest")
+    own_parts = ("compute", "hidden", "input", "host_gap", "pause", "rest")
     fastest = min(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
     length = fmean(sum(parts.values()) for parts in ranks)
     combined = {
         "compute": fastest["compute"] + fastest["hidden"],
         "exposed": fmean(parts["exposed"] for parts in ranks),
         "bubble": fmean(parts["bubble"] for parts in ranks),
-        **{name: fastest[name] for name in ("input", "host_gap", "rest")},
+        **{name: fastest[name] for name in ("input", "host_gap", "pause", "rest")},
     }
     return combined | {"wait": length - sum(combined.values())}
 
