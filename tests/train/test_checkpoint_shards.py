@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.train.checkpoint.format import Box, coverage_error
+from tutti.parallel.mesh import Box
+from tutti.train.checkpoint.format import coverage_error
 from tutti.train.checkpoint.save import assign_writers
 from tutti.world.errors import RanksDiffer
 

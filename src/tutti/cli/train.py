@@ -16,6 +16,7 @@ from tutti.cli.flags import flag_value, parse
 from tutti.cli.results import WorldFlags, usage_error_on_rank_0
 from tutti.machine.gpus import visible_gpu_count
 from tutti.models.config import OwnModelConfig
+from tutti.models.pretrained import model_name
 from tutti.parallel.layout import Layout
 from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_recipe
 from tutti.train.recipe_check import check_flags_have_effect, check_recipe, unused_fields
@@ -51,8 +52,8 @@ class Train(WorldFlags):
     settings: Recipe
     recipe: str = "lenet"
     """Recipe to train: lenet, wideresnet, efficientnet, gpt, own (AdamW, for --model
-    package.module:function), or a TOML file that begins with base = "NAME" (default: own with a
-    --model of yours, else lenet)."""
+    package.module:function), hf (fine-tuning of --model hf:FOLDER), or a TOML file that begins with
+    base = "NAME" (default: hf or own with such a --model, else lenet)."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: the ranks of --layout, else those in the recipe
     file, else 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated list
@@ -78,7 +79,7 @@ class Train(WorldFlags):
     def run_directory(self) -> Path:
         name = Path(self.recipe).stem
         if self.recipe in RECIPES and ":" in self.settings.model:
-            name = self.settings.model.rpartition(":")[2]
+            name = model_name(self.settings.model)
         return self.out or Path("runs") / f"{name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -154,7 +155,8 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
         saved_recipe = Path(out) / "recipe.toml"
         name = str(saved_recipe) if saved_recipe.is_file() else None
     if name is None:
-        name = "own" if ":" in (flag_value("--model", arguments) or "") else "lenet"
+        model = flag_value("--model", arguments) or ""
+        name = "hf" if model.startswith("hf:") else "own" if ":" in model else "lenet"
     base, ranks = read_recipe_and_ranks(name)
     # --layout has its own number of ranks, which replaces the number in the file.
     in_file = ranks is not None and flag_value("--layout", arguments) is None

@@ -206,3 +206,8 @@ class GPTConfig:
 @dataclass(frozen=True)
 class OwnModelConfig:
     """A model of your own has no settings here: the function of --model defines its sizes."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig(OwnModelConfig):
+    """A model of --model hf:FOLDER has no settings here: FOLDER/config.json defines its sizes."""

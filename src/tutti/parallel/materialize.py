@@ -13,26 +13,30 @@ A module is initialised by `model.init_module(name, module)` if the model has th
 the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
 `nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one module at a time. In
 this case, every rank builds the whole model in host memory and copies its shards from there.
+
+Weights of a checkpoint (`SavedWeights`) are read from safetensors files. Each rank reads only the
+slices that it needs, one tensor at a time.
 """
 
 import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from tutti.parallel.layout import AXES
-from tutti.parallel.mesh import Mesh, local_shard, replicated_axes
+from tutti.parallel.mesh import Box, Mesh, local_shard, replicated_axes, shard_and_box
 from tutti.parallel.rng import mixed_seed
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import gather_json, hash_tensor
@@ -113,6 +117,74 @@ class CopiedWeights(Weights):
         self._tensors.clear()
 
 
+class FileChunk(NamedTuple):
+    """A box of a tensor, and the safetensors file and key under which its bytes are stored."""
+
+    file: Path
+    key: str
+    box: Box
+
+
+class SavedWeights(Weights):
+    """Weights in safetensors files, of which each rank reads only the slices of its shards."""
+
+    def __init__(self, sources: Mapping[str, Sequence[FileChunk] | Callable[[], Tensor]]) -> None:
+        """`sources` has an entry for every name of every saved parameter and buffer.
+
+        A function returns the whole tensor, for tensors that have another form in the files.
+        Buffers without an entry keep the values that the constructor has computed.
+        """
+        self._sources = sources
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        tensors = [
+            (tensor, self._sources[name])
+            for named in (model.named_parameters, model.named_buffers)
+            for name, tensor in named()
+            if name in self._sources
+        ]
+        read_shards((tensor, source) for tensor, source in tensors if not callable(source))
+        for tensor, source in tensors:
+            if callable(source):
+                copy_shard(source(), tensor)
+
+
+# After reading this many bytes the files are closed, which releases their mapped pages.
+_MAX_MAPPED_BYTES = 256 << 20
+
+
+@torch.no_grad()
+def read_shards(
+    targets: Iterable[tuple[Tensor, Sequence[FileChunk]]],
+    open_file: Callable[[Path], Any] = lambda path: safe_open(path, framework="pt"),
+) -> None:
+    """Fill tensors, or this rank's shards of them, from the chunks that intersect the shards."""
+    files: dict[Path, Any] = {}
+    mapped_bytes = 0
+    for tensor, chunks in targets:
+        local, box = shard_and_box(tensor)
+        for chunk in chunks if local.numel() else ():
+            spans = [
+                (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*chunk.box, *box, strict=True)
+            ]
+            if any(start >= end for start, end in spans):
+                continue
+            if mapped_bytes > _MAX_MAPPED_BYTES:
+                files, mapped_bytes = {}, 0
+            if chunk.file not in files:
+                files[chunk.file] = open_file(chunk.file)
+            source = files[chunk.file].get_slice(chunk.key)[_slices(spans, chunk.box)]
+            local[_slices(spans, box)].copy_(source)
+            mapped_bytes += source.nbytes
+
+
+def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
+    """Return spans of the full tensor as slices of one of its boxes."""
+    pairs = zip(spans, box.offsets, strict=True)
+    return tuple(slice(start - offset, end - offset) for (start, end), offset in pairs)
+
+
 def build_on_meta(
     make: Callable[[], nn.Module], seed: int
 ) -> tuple[nn.Module, Weights, str | None]:
@@ -147,6 +219,15 @@ def build_on_meta(
     _refuse_lazy(model)
     weights = take_weights(model)
     return model, weights, f"every rank builds the whole model on its host first: {reason}"
+
+
+def build_with_buffers(make: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model with its parameters on meta. Its buffers have the values of the constructor."""
+    hook = register_module_parameter_registration_hook(_move_to_meta)
+    try:
+        return make()
+    finally:
+        hook.remove()
 
 
 def take_weights(model: nn.Module) -> CopiedWeights:
@@ -192,13 +273,11 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def copy_shard(whole: Tensor, target: Tensor) -> None:
     """Copy this rank's shard of a whole tensor into a parameter or buffer."""
-    local = local_shard(target)
+    local, box = shard_and_box(target)
     if local.numel() == 0:
         return
-    if isinstance(target, DTensor):
-        (chunk,) = target.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            whole = whole.narrow(dim, start, size)
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        whole = whole.narrow(dim, start, size)
     local.copy_(whole)
 
 

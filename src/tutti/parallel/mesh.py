@@ -9,6 +9,7 @@ in only one coordinate form a group. The layout `dp2.tp2` in a world of 4 ranks:
 """
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tutti.parallel.layout import AXES, Layout
+from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 from tutti.world.world import World
 
@@ -90,6 +92,28 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, detached. A plain tensor is its own shard."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its offset and size in each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def shard_and_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """Return this rank's part of a tensor, and the box of the full tensor that it covers."""
+    shape = tuple(tensor.shape)
+    if not hasattr(tensor, "__create_chunk_list__"):  # torch's protocol for sharded tensors
+        return tensor.detach(), Box((0,) * len(shape), shape)
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise UsageError(
+            f"a tensor of shape {shape} has {len(chunks)} shards on one rank, but checkpoints "
+            "support only one. Use the placements Shard and Replicate."
+        )
+    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local.detach(), Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def replicated_axes(tensor: torch.Tensor, mesh: Mesh) -> tuple[str, ...]:

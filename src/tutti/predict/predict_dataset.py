@@ -191,7 +191,7 @@ class Predictor:
             if not len(data.test if split == "test" else data.train):
                 raise UsageError(f"--split {split}: this part of dataset {data.name} is empty")
             model, weights, _ = build_meta_model(recipe, data)
-            return data, model.to(run.dtype), weights
+            return data, model, weights
 
         loaded, model, weights = agree(prepare)
         check_same_dataset(world, loaded, recipe.length.seed)

@@ -5,12 +5,12 @@ The model is built on the meta device: parallel/apply.py allocates this rank's s
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -25,7 +25,27 @@ from tutti.models.config import (
     OwnModelConfig,
     WideResNetConfig,
 )
-from tutti.parallel.materialize import ModuleInit, Weights, build_on_meta
+from tutti.models.pretrained import (
+    HuggingFaceFolder,
+    ModelError,
+    SavedTensor,
+    build_causal_lm,
+    build_timm,
+    check_source,
+    read_folder,
+    split_source,
+    tensor_sources,
+)
+from tutti.parallel.materialize import (
+    FileChunk,
+    ModuleInit,
+    SavedWeights,
+    Weights,
+    build_on_meta,
+    build_with_buffers,
+    materialize,
+)
+from tutti.parallel.mesh import Box
 from tutti.train.recipe import Architecture, Optimization, Recipe
 from tutti.train.recipe_check import check_function, check_sizes, search_current_directory
 from tutti.train.same_data import seeded_generators
@@ -42,6 +62,14 @@ _MODELS: dict[str, tuple[type[Architecture], str, str]] = {
     "gpt": (GPTConfig, "tutti.models.gpt", "GPT"),
 }
 
+PARAMETER_DTYPES: dict[str, torch.dtype | None] = {
+    "float32": torch.float32,
+    "bf16": torch.float32,  # autocast
+    "fp16": torch.float32,
+    "float64": torch.float64,
+    "model": None,  # as the model was built
+}
+
 
 def agree(make: Callable[[], Result]) -> Result:
     """Call `make` on every rank; if it raises a usage error on one rank, raise it on all ranks.
@@ -52,7 +80,7 @@ def agree(make: Callable[[], Result]) -> Result:
     error: str | None = None
     try:
         result = make()
-    except (DataError, UsageError) as raised:
+    except (DataError, ModelError, UsageError) as raised:
         error = str(raised)
     errors = [(rank, text) for rank, text in enumerate(gather_json(error)) if text is not None]
     if errors:
@@ -62,26 +90,62 @@ def agree(make: Callable[[], Result]) -> Result:
     return result
 
 
-def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
-    """Return the recipe's model on the meta device, its initial weights, and a note or None."""
-    make = _model_maker(recipe, dataset)  # called on the CPU, because it reads the dataset
-    if recipe.model not in _MODELS:
-        built = build_on_meta(make, recipe.length.seed)
-        _check_dtypes(built[0], recipe)
-        return built
-    with torch.device("meta"):
-        model = make()
-    return model, ModuleInit(model, recipe.length.seed), None
+def build_meta_model(
+    recipe: Recipe, dataset: Dataset | None, *, saved_weights: bool = True
+) -> tuple[nn.Module, Weights, list[str]]:
+    """Return the recipe's model on meta, its initial weights, and notes for the user.
+
+    The parameters have the dtype of the recipe's precision. Without `saved_weights`, the weights of
+    a Hugging Face folder are not read, because a checkpoint will be loaded; its parameters are then
+    undefined.
+    """
+    make = model_maker(recipe, dataset)  # reads the dataset, so not on the meta device
+    notes: list[str] = []
+    weights: Weights
+    if folder := hugging_face_folder(recipe.model, weights=saved_weights):
+        model = build_with_buffers(make)
+        weights = SavedWeights({})
+        if saved_weights:
+            sources, notes = tensor_sources(model, folder)
+            weights = SavedWeights({name: _chunks(each) for name, each in sources.items()})
+    elif recipe.model in _MODELS:
+        with torch.device("meta"):
+            model = make()
+        weights = ModuleInit(model, recipe.length.seed)
+    else:
+        model, weights, note = build_on_meta(make, recipe.length.seed)
+        notes = [note] if note else []
+    dtype = PARAMETER_DTYPES[recipe.compute.precision]
+    return (model if dtype is None else model.to(dtype)), weights, notes
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
     """Return the recipe's model, sized for the dataset, on torch's default device."""
-    return _model_maker(recipe, dataset)()
+    if hugging_face_folder(recipe.model):
+        model, weights, _ = build_meta_model(recipe, dataset)
+        materialize(model, torch.get_default_device())
+        weights.fill(model)
+        return model
+    return model_maker(recipe, dataset)()
 
 
-def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
+def hugging_face_folder(model: str, *, weights: bool = True) -> HuggingFaceFolder | None:
+    """Return the folder of --model hf:FOLDER, and None for other models."""
+    source = split_source(model)
+    return read_folder(source[1], weights=weights) if source and source[0] == "hf" else None
+
+
+def _chunks(source: SavedTensor | Callable[[], Tensor]) -> list[FileChunk] | Callable[[], Tensor]:
+    if not isinstance(source, SavedTensor):
+        return source
+    whole = Box((0,) * len(source.shape), source.shape)
+    return [FileChunk(source.file, source.key, whole)]
+
+
+def model_maker(recipe: Recipe, dataset: Dataset | None) -> Callable[[], nn.Module]:
+    """Return a function that builds the recipe's model on the current device."""
     if recipe.model not in _MODELS:
-        function = load_function(recipe.model, "--model", tuple(_MODELS))
+        function = _own_model(recipe.model)
 
         def make() -> nn.Module:
             model = function()
@@ -89,6 +153,7 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
                 kind = type(model).__name__
                 raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
             _check_parameters(model, f"--model {recipe.model}")
+            model.register_forward_hook(_only_logits)
             return model
 
         return make
@@ -98,11 +163,33 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
             f"--model {recipe.model} does not fit the recipe: use --recipe {recipe.model}, with "
             "--dataset and other flags"
         )
+    assert dataset is not None
     try:
         architecture = fit(recipe, dataset)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return partial(getattr(importlib.import_module(module), name), architecture)
+
+
+def _own_model(name: str) -> Callable[[], Any]:
+    source = split_source(name)
+    if source is None:
+        return load_function(name, "--model", tuple(_MODELS))
+    check_source(*source)
+    if source[0] == "timm":
+        return partial(build_timm, source[1])
+    return partial(build_causal_lm, read_folder(source[1], weights=False))
+
+
+def _only_logits(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Return the logits of a ModelOutput, of a dict, or of a tuple with a single tensor."""
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
+        return outputs["logits"]
+    if isinstance(logits := getattr(outputs, "logits", None), Tensor):
+        return logits
+    if isinstance(outputs, tuple | list) and len(outputs) == 1:
+        return outputs[0]
+    return outputs
 
 
 def _check_parameters(model: nn.Module, flag: str) -> None:
@@ -127,23 +214,6 @@ def _check_parameters(model: nn.Module, flag: str) -> None:
             f"{flag}: {type(model).__name__} has no parameter that requires a gradient, so there "
             "is nothing to train"
         )
-
-
-def _check_dtypes(model: nn.Module, recipe: Recipe) -> None:
-    """Raise UsageError if training would change the dtype of a parameter."""
-    allowed = {torch.float32}
-    if recipe.compute.precision == "float64":
-        allowed |= {torch.float64}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in allowed:
-            cure = "add --precision float64, or return model.float()"
-            if parameter.dtype != torch.float64:
-                cure = "return model.float(), and use --precision bf16 or fp16 to compute in 16 "
-                cure += "bits with float32 parameters"
-            raise UsageError(
-                f"--model {recipe.model}: parameter {name} is {parameter.dtype}, but --precision "
-                f"{recipe.compute.precision} trains {' or '.join(map(str, allowed))}: {cure}"
-            )
 
 
 def fit(recipe: Recipe, dataset: Dataset) -> Architecture:
@@ -214,6 +284,8 @@ def _load_dataset(recipe: Recipe) -> Dataset:
         return data.token_dataset(options.data_dir, options.seq_len)
     if name == "synthetic":
         sizes = recipe.architecture
+        if (folder := hugging_face_folder(recipe.model, weights=False)) and folder.vocabulary:
+            return data.synthetic_text_dataset(options.seq_len, folder.vocabulary)
         if isinstance(sizes, OwnModelConfig):
             raise UsageError(
                 f"--dataset synthetic: the inputs of --model {recipe.model} are not known: use "

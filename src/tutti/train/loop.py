@@ -161,11 +161,10 @@ class Trainer:
 
         dataset, self.schedule = agree(self._load_dataset)
         check_same_dataset(world, dataset, recipe.length.seed)
-        model, weights, note = agree(lambda: build_meta_model(recipe, dataset))
+        model, weights, notes = agree(lambda: build_meta_model(recipe, dataset))
         check_same(world, recipe=json.loads(json.dumps(asdict(recipe), default=str)))
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # shapes repeat: choose kernels by measurement
-        model.to(torch.float64 if precision == "float64" else torch.float32)
         example = dataset.train.batch([0])[0].to(world.device)
         engine_options = recipe.engine
         if world.size == 1 and recipe.engine.engine == "ddp":
@@ -215,7 +214,7 @@ class Trainer:
         seq_len = dataset.input_shape[0] if is_gpt else 0
         self.speed = Throughput(world, precision, architecture, seq_len)
         self.score: Score | None = None
-        self.notes: list[str] = [] if note is None else [note]
+        self.notes: list[str] = notes
         self.step, samples = 0, 0
         self.shares: list[float] | None = None
         if resume:

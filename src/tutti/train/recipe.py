@@ -16,6 +16,7 @@ import tomli_w
 from tutti.models.config import (
     EfficientNetConfig,
     GPTConfig,
+    HuggingFaceConfig,
     LeNetConfig,
     OwnModelConfig,
     WideResNetConfig,
@@ -101,8 +102,9 @@ class Optimization:
 class Compute:
     """Precision, activation checkpointing and compilation."""
 
-    precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
-    """Precision. bf16 and fp16 use autocast with float32 parameters (fp16 with a loss scaler)."""
+    precision: Literal["float32", "bf16", "fp16", "float64", "model"] = "float32"
+    """Precision. bf16 and fp16 use autocast with float32 parameters (fp16 with a loss scaler).
+    model keeps the dtype of the model's own parameters, and computes in it."""
     checkpoint_activations: Recompute = "none"
     """Activations to recompute in backward: none, only those that are cheap to compute (selective),
     or all activations of each block (full)."""
@@ -137,7 +139,8 @@ class Recipe:
     """A training job."""
 
     model: str = "lenet"
-    """Model: lenet, wideresnet, efficientnet, gpt, or package.module:function."""
+    """Model: lenet, wideresnet, efficientnet, gpt, hf:FOLDER (a causal language model that
+    save_pretrained of transformers has written), timm:NAME, or package.module:function."""
     architecture: Architecture = field(default_factory=LeNetConfig)
     """Sizes of a built-in model; classes, channels and vocabulary are taken from the dataset."""
     data: Data = Data()
@@ -273,7 +276,8 @@ def _checked(value: Any, kind: Any, key: str) -> Any:
 
 def _built_in_recipes() -> dict[str, Recipe]:
     file = Path(__file__).with_name("recipes.toml")
-    kinds = (LeNetConfig, WideResNetConfig, EfficientNetConfig, GPTConfig, OwnModelConfig)
+    kinds: tuple[type[Architecture], ...] = (LeNetConfig, WideResNetConfig, EfficientNetConfig)
+    kinds += (GPTConfig, OwnModelConfig, HuggingFaceConfig)
     return {
         name: _apply(Recipe(model=name, architecture=kind()), values, f"{file}: {name}")
         for kind, (name, values) in zip(kinds, tomllib.loads(file.read_text()).items(), strict=True)

@@ -24,6 +24,7 @@ from tutti.data.dataset_files import (
     check_files,
 )
 from tutti.models.config import GPTConfig, LeNetConfig, OwnModelConfig, WideResNetConfig
+from tutti.models.pretrained import ModelError, check_source, read_folder, split_source
 from tutti.parallel.layout import (
     Layout,
     check_divides,
@@ -93,7 +94,7 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
     """Return the fields that this recipe does not use, each with the flag that is the reason."""
     data, optimization, length = recipe.data, recipe.optimization, recipe.length
     own_model, synthetic = recipe.model not in RECIPES, data.dataset == "synthetic"
-    text = isinstance(recipe.architecture, GPTConfig)
+    text = isinstance(recipe.architecture, GPTConfig) or recipe.model.startswith("hf:")
     with_dataset = "--benchmark" if benchmark else f"--dataset {data.dataset}"
     unused: dict[str, str] = {}
     if data.dataset not in ("fashion-mnist", "cifar100", "text", "tokens"):
@@ -133,7 +134,8 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
     requirements = {
         "a CUDA device": device == "cuda",
         "--data-on-device": recipe.data.data_on_device,
-        "--precision float32 or bf16": recipe.compute.precision in ("float32", "bf16"),
+        "--precision float32, bf16 or model": recipe.compute.precision
+        in ("float32", "bf16", "model"),
         "--split even": recipe.batching.split == "even",
         "targets without padding": not recipe.data.padded,
         "one rank": ranks == 1,
@@ -150,7 +152,11 @@ def _check_model(recipe: Recipe) -> None:
     model = recipe.model
     if model == "own":
         raise UsageError("--recipe own needs your model: add --model package.module:function")
-    if model not in RECIPES:
+    if model == "hf":
+        raise UsageError("--recipe hf needs a folder of save_pretrained: add --model hf:FOLDER")
+    if source := split_source(model):
+        _check_hugging_face(recipe, *source)
+    elif model not in RECIPES:
         check_function(model, "--model", tuple(RECIPES))
     elif type(RECIPES[model].architecture) is not type(recipe.architecture):
         raise UsageError(
@@ -169,15 +175,47 @@ def _check_model(recipe: Recipe) -> None:
         )
 
 
+def _check_hugging_face(recipe: Recipe, source: str, name: str) -> None:
+    """Check the folder, and that it fits the dataset and the layout, as far as config.json says."""
+    try:
+        check_source(source, name)
+        folder = read_folder(name) if source == "hf" else None
+    except ModelError as error:
+        raise UsageError(str(error)) from None
+    if folder is None:
+        return
+    data, config = recipe.data, folder.path / "config.json"
+    if data.dataset in IMAGE_DATASETS:
+        raise UsageError(
+            f"--model {recipe.model} needs text, but dataset {data.dataset} has none: use "
+            "--dataset text, with the text in --data-dir"
+        )
+    if data.dataset not in (*TEXT_DATASETS, "synthetic"):
+        return
+    if folder.max_seq_len is not None and data.seq_len > folder.max_seq_len:
+        raise UsageError(
+            f"--seq-len {data.seq_len} is longer than the model's {folder.max_seq_len} positions "
+            f"({config}): use --seq-len {folder.max_seq_len} or less"
+        )
+    bytes_only = data.dataset in ("stdlib", "text")
+    if bytes_only and folder.vocabulary is not None and folder.vocabulary < BYTE_VOCABULARY_SIZE:
+        raise UsageError(
+            f"--dataset {data.dataset} has {BYTE_VOCABULARY_SIZE} tokens, but the model has "
+            f"{folder.vocabulary} ({config}): use --dataset tokens"
+        )
+
+
 def _check_dataset(recipe: Recipe) -> None:
     data = recipe.data
+    synthetic_text = recipe.model.startswith("hf:")
     if not data.dataset or (
-        data.dataset == "synthetic" and isinstance(recipe.architecture, OwnModelConfig)
+        data.dataset == "synthetic"
+        and isinstance(recipe.architecture, OwnModelConfig)
+        and not synthetic_text
     ):
-        raise UsageError(
-            f"--model {recipe.model} needs data: add --dataset package.module:function, which "
-            "returns (train, test)"
-        )
+        own = "package.module:function, which returns (train, test)"
+        cure = f"text with --data-dir FILE, or {own}" if synthetic_text else own
+        raise UsageError(f"--model {recipe.model} needs data: add --dataset {cure}")
     if data.dataset not in DATASETS:
         check_function(data.dataset, "--dataset", DATASETS)
     try:
@@ -313,6 +351,8 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
         schedule = parallel.pipeline_schedule
         check_techniques(schedule, recipe.compute.compile, recipe.compute.checkpoint_activations)
         check_microbatches(schedule, layout.pp, microbatches)
+    if recipe.model.startswith("hf:"):
+        _check_hugging_face_layout(recipe, layout)
     if recipe.model not in RECIPES or (layout.tp == 1 and layout.pp == 1):
         return
     if not isinstance(config, GPTConfig):
@@ -334,3 +374,20 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
     if layout.pp > 1:
         layers = config.layers + 3  # the embedding, the final norm and the head are layers, too
         check_stages(layers, layout.pp, parallel.virtual_stages)
+
+
+def _check_hugging_face_layout(recipe: Recipe, layout: Layout) -> None:
+    """Check the numbers of heads and layers that config.json names. Other sizes come later."""
+    folder = read_folder(recipe.model.partition(":")[2], weights=False)
+    config, file = folder.config, folder.path / "config.json"
+    for names, unit in (
+        (("num_attention_heads", "n_head"), "attention heads"),
+        (("num_key_value_heads",), "key and value heads"),
+    ):
+        for name in names:
+            if layout.tp > 1 and isinstance(config.get(name), int):
+                check_divides(layout.tp, config[name], f"{unit} ({name} in {file})")
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if layout.pp > 1 and isinstance(layers, int):
+        # The embedding, and the final norm with the head, are two more units.
+        check_stages(layers + 2, layout.pp, recipe.parallel.virtual_stages)

@@ -20,10 +20,12 @@ import re
 import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from tutti.parallel.mesh import Box
 
 SCHEMA = "tutti.checkpoint/1"
 INDEX = "index.json"
@@ -56,13 +58,6 @@ _MAX_TEXT_BYTES = 1 << 30
 
 class Damaged(Exception):
     """A file is missing, changed or malformed; the message names the file and the problem."""
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: its offset and size in each dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 class Chunk(TypedDict):

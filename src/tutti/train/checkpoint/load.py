@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from tutti import comm
+from tutti.parallel.materialize import FileChunk, read_shards
+from tutti.parallel.mesh import Box
 from tutti.train.checkpoint import format as checkpoint_format
 from tutti.train.checkpoint import training_state
-from tutti.train.checkpoint.format import Box, Index
+from tutti.train.checkpoint.format import Index, SavedTensor
 from tutti.train.checkpoint.training_state import TrainingState
 from tutti.world.errors import UsageError
 
 _MAX_NAMES = 3  # maximum number of tensors, or of problems, in a message
-# After reading this many bytes the files are closed, which releases their mapped pages.
-_MAX_MAPPED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -151,33 +151,20 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(name.removeprefix("model.") for name in names[:_MAX_NAMES]) + more
 
 
-@torch.no_grad()
 def _read_tensors(path: Path, index: Index, targets: list[tuple[str, torch.Tensor]]) -> None:
     """Fill tensors, or this rank's shards of them, from the saved chunks that intersect them."""
-    files: dict[str, Any] = {}
-    mapped_bytes = 0
-    for name, tensor in targets:
-        local, box = training_state.local_shard(tensor)
-        for chunk in index["tensors"][name]["chunks"] if local.numel() else ():
-            chunk_box = Box(tuple(chunk["offsets"]), tuple(chunk["sizes"]))
-            spans = [
-                (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*chunk_box, *box, strict=True)
-            ]
-            if any(start >= end for start, end in spans):
-                continue
-            if mapped_bytes > _MAX_MAPPED_BYTES:
-                files, mapped_bytes = {}, 0
-            if chunk["file"] not in files:
-                files[chunk["file"]] = checkpoint_format.open_tensors(path / chunk["file"])
-            source = files[chunk["file"]].get_slice(chunk["key"])[_slices(spans, chunk_box)]
-            local[_slices(spans, box)].copy_(source)
-            mapped_bytes += source.nbytes
+    chunks = ((tensor, chunks_of(path, index["tensors"][name])) for name, tensor in targets)
+    read_shards(chunks, checkpoint_format.open_tensors)
 
 
-def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
-    """Return spans of the full tensor as slices of one of its boxes."""
-    pairs = zip(spans, box.offsets, strict=True)
-    return tuple(slice(start - offset, end - offset) for (start, end), offset in pairs)
+def chunks_of(path: Path, saved: SavedTensor) -> list[FileChunk]:
+    """Return the chunks of a tensor of the checkpoint in the directory `path`."""
+    return [
+        FileChunk(
+            path / chunk["file"], chunk["key"], Box(*map(tuple, (chunk["offsets"], chunk["sizes"])))
+        )
+        for chunk in saved["chunks"]
+    ]
 
 
 def _restore_rng(path: Path, index: Index) -> list[str]:

@@ -35,12 +35,12 @@ from torch import nn
 from tutti import comm
 from tutti.machine.environment import versions
 from tutti.measure.files import write_atomically
+from tutti.parallel.mesh import Box, local_shard, shard_and_box
 from tutti.train.checkpoint import format as checkpoint_format
-from tutti.train.checkpoint.format import Box, Index, SavedTensor
+from tutti.train.checkpoint.format import Index, SavedTensor
 from tutti.train.checkpoint.load import Loaded, load_checkpoint, print_on_rank_0, this_rank
 from tutti.train.checkpoint.training_state import (
     TrainingState,
-    local_shard,
     rng_state,
     unwrapped_name,
 )
@@ -219,7 +219,7 @@ class Checkpoints:
             for chunk in tensor["chunks"]:
                 if chunk["file"] != checkpoint_format.tensor_file_name(rank):
                     continue
-                local = local_shard(source[name])[0]
+                local = local_shard(source[name])
                 host = previous.pop(chunk["key"], None)
                 if host is None or (host.dtype, host.shape) != (local.dtype, local.shape):
                     host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
@@ -367,7 +367,7 @@ def describe_shards(
         if tensor.dtype not in checkpoint_format.DTYPE_NAMES or tensor.layout != torch.strided:
             kind = f"{tensor.dtype} ({tensor.layout})"
             raise UsageError(f"checkpoints cannot hold {name}: {kind} is not a dense tensor")
-        local, box = local_shard(tensor)
+        local, box = shard_and_box(tensor)
         shards[name] = {
             "dtype": checkpoint_format.DTYPE_NAMES[tensor.dtype],
             "shape": [*tensor.shape],

@@ -18,28 +18,13 @@ import torch
 from torch import nn
 
 from tutti.parallel.rng import mixed_seed
-from tutti.train.checkpoint.format import DTYPES, Box, SavedTensor
+from tutti.train.checkpoint.format import DTYPES, SavedTensor
 from tutti.world.errors import UsageError
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Options that affect the implementation, but not the result. They keep the running program's value.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _SCALARS = (bool, int, float, str, type(None))
-
-
-def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """Return this rank's part of a tensor, and the box of the full tensor that it covers."""
-    shape = tuple(tensor.shape)
-    if not hasattr(tensor, "__create_chunk_list__"):  # torch's protocol for sharded tensors
-        return tensor.detach(), Box((0,) * len(shape), shape)
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise UsageError(
-            f"a tensor of shape {shape} has {len(chunks)} shards on one rank, but checkpoints "
-            "support only one. Use the placements Shard and Replicate."
-        )
-    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local.detach(), Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def unwrapped_name(model: nn.Module, name: str) -> str:
