@@ -41,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Several files, and one file.
         model.save_pretrained(path / name, max_shard_size="20KB" if name == "llama" else "1GB")
         (path / name / "tokenizer.json").write_text("{}")
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "away", "to", "the", "house"]
-    text = " ".join(words[hash_number % len(words)] for hash_number in range(7, 20_000, 7))
+    words = ("the cat sat on a mat", "and then it went away", "to the house")
+    text = " ".join(words[number % 11 % len(words)] for number in range(7, 7000, 7))
     (path / "text.txt").write_text(text)
     return path
 
@@ -96,7 +96,7 @@ def first_loss(folder: Path, name: str) -> float:
     inputs, targets = samples.batch(EpochOrder(len(samples)).samples(0, 0, BATCH).tolist())
     windows = torch.cat([inputs, targets[:, -1:]], dim=1)
     model = AutoModelForCausalLM.from_pretrained(folder / name)
-    return float(model(input_ids=windows, labels=windows).loss)
+    return float(model(input_ids=windows, labels=windows).loss.detach())
 
 
 def test_the_layouts_start_with_the_loss_of_transformers_and_learn(
