@@ -16,8 +16,8 @@ from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
 from tutti.report.figures.machine_health import topology
 from tutti.report.figures.scaling_curves import scaling
 from tutti.report.figures.step_profile import communication, parts, waits
-from tutti.report.figures.step_timeline import timeline
-from tutti.report.figures.training_curves import runs_table, throughput
+from tutti.report.figures.step_timeline import operators, timeline
+from tutti.report.figures.training_curves import curves, runs_table, waiting
 from tutti.report.page import (
     SECTIONS,
     build_page,
@@ -27,7 +27,7 @@ from tutti.report.page import (
     show,
 )
 from tutti.report.plot import MAX_POINTS, Figure, log_axis, thin
-from tutti.report.sources import ReportSources, Result, Run, read_sources
+from tutti.report.sources import ReportSources, Run, read_sources
 from tutti.report.summary import tiles
 from tutti.world.errors import UsageError
 from worlds import TUTTI, run_command
@@ -35,6 +35,10 @@ from worlds import TUTTI, run_command
 
 def _column(figure: Figure, name: str) -> list[Any]:
     return [row[list(figure.table.head).index(name)] for row in figure.table.rows]
+
+
+def _median_step(line: Figure) -> int:
+    return int(next(label for label in line.variants if "median" in label).partition(":")[0])
 
 
 def test_a_run_directory_becomes_a_page_inside_it(two_ranks: Path, tmp_path: Path) -> None:
@@ -90,12 +94,23 @@ def test_a_profiled_run_has_parts_that_add_up_a_timeline_and_a_wait_matrix(two_r
     assert max(ends) <= length * 1.000001
     # The waiting bars add up to the part `wait` of the step.
     assert run.profile is not None
-    number = int(line.title.rpartition(" ")[2])
+    number = _median_step(line)
     for step in (row for row in run.profile["steps"] if row["step"] == number):
         bars = [row for row in line.table.rows if row[0] == step["rank"] and row[2] == "wait"]
         assert sum(row[4] for row in bars) == pytest.approx(
             1e3 * step["parts_s"]["wait"], abs=0.01 * length
         )
+    # Operators are named. The list of steps has all of them.
+    assert "aten::conv2d" in _column(line, "details")
+    (named,) = operators(run)
+    assert sum(_column(named, "share of step %")) <= 100.001
+    assert "aten::convolution_backward" in _column(named, "operator")
+    assert not [name for name in _column(named, "operator") if "all_reduce" in name]
+    labels = list(line.variants)
+    assert len(labels) == len({step["step"] for step in run.profile["steps"]})
+    assert [sum(word in label for label in labels) for word in ("median", "fastest")] == [1, 1]
+    lengths = [layout["xaxis"]["range"][1] for _, layout in line.variants.values()]
+    assert lengths[1] == min(lengths) and lengths[2] == max(lengths)
     matrix = next(waits(run))
     assert matrix.traces[0]["z"][0][0] is None and matrix.traces[0]["z"][0][1] is not None
     assert next(communication(run)).table.rows
@@ -109,6 +124,29 @@ def test_several_runs_are_listed_with_recipe_differences(two_ranks: Path, one_ra
     assert differences.table.head == ["setting", "two-ranks", "one-rank"]
     assert [0.05, 0.1] in [list(row[1:]) for row in differences.table.rows]
     assert set(_column(differences, "setting")) == {"optimization.lr", "length.steps", "ranks"}
+
+
+def test_curves_have_a_learning_rate_a_gradient_norm_and_three_x_axes(
+    two_ranks: Path, one_rank: Path
+) -> None:
+    runs = read_sources([two_ranks, one_rank]).runs
+
+    found = {figure.title: figure for figure in curves(runs)}
+
+    assert {"Loss", "Throughput", "Learning rate", "Gradient norm"} == set(found)
+    for figure in found.values():
+        assert [trace["run"] for trace in figure.traces] == ["two-ranks", "one-rank"]
+        for trace in figure.traces:
+            assert {len(xs) for xs in trace["xs"].values()} == {len(trace["x"])}
+            assert all(a < b for xs in trace["xs"].values() for a, b in pairwise(xs))
+    for run, trace in zip(runs, found["Loss"].traces, strict=True):
+        assert trace["x"][-1] == run.summary["steps"] - 1
+        assert trace["xs"]["samples"][-1] == pytest.approx(run.summary["samples"])
+    norm = found["Gradient norm"].traces[0]["y"]
+    assert all(value > 0 for value in norm)
+    assert set(found["Learning rate"].traces[1]["y"]) <= {
+        row["lr"] for row in runs[1].metrics[0] if "lr" in row
+    }
 
 
 def test_scaling_losses_add_up_and_a_forecast_is_labelled() -> None:
@@ -183,11 +221,11 @@ def test_axes_buckets_and_advice_of_a_profile_are_shown(two_ranks: Path) -> None
     sources = read_sources([two_ranks])
     profile = sources.runs[0].profile
     assert profile is not None
-    step = next(timeline(sources.runs[0])).title.rpartition(" ")[2]
+    step = _median_step(next(timeline(sources.runs[0])))
     profile["axes"] = [
         {"axis": "dp", "hidden_s": 0.001, "exposed_s": 0.002, "wait_s": 0.003, "share": 0.2}
     ]
-    bucket = {"rank": 1, "step": int(step), "index": 0, "bytes": 4096}
+    bucket = {"rank": 1, "step": step, "index": 0, "bytes": 4096}
     profile["buckets"] = [bucket | {"ready_s": 0.001, "started_s": 0.002, "done_s": 0.004}]
     advice = {"id": "buckets", "finding": "exposed communication is 18 % of the step"}
     advice |= {"try": "--bucket-mb 50", "share": 0.18, "gain_s": 0.002, "gain_share": 0.07}
@@ -206,11 +244,11 @@ def test_live_waiting_has_a_curve_for_every_rank(two_ranks: Path) -> None:
     for rank, rows in run.metrics.items():
         rows[:] = [{"step": 13, "wait_fraction": 0.1 + 0.2 * rank}]
 
-    waiting = [figure for figure in throughput([run]) if "Waiting" in figure.title]
+    (figure,) = waiting([run])
 
-    assert [[trace["name"], trace["y"]] for trace in waiting[0].traces] == [
-        ["rank 0", [pytest.approx(10.0)]],
-        ["rank 1", [pytest.approx(30.0)]],
+    assert [[trace["name"], *trace["y"]] for trace in figure.traces] == [
+        ["rank 0", pytest.approx(10.0)],
+        ["rank 1", pytest.approx(30.0)],
     ]
 
 
@@ -253,14 +291,67 @@ def test_damaged_files_become_notes_and_the_rest_is_shown(two_ranks: Path, tmp_p
     assert "Machine: " in build_page(read_sources([run]))
 
 
-def test_a_result_with_missing_keys_loses_only_its_figure(tmp_path: Path) -> None:
-    bad = Result("bad", tmp_path, "tutti.bench.collectives", {"rows": [{"op": "all_reduce"}]})
+def test_a_run_with_missing_keys_loses_only_its_figures(tmp_path: Path) -> None:
     run = Run("half", tmp_path, profile={"ranks": [{"rank": 0}], "steps": []})
 
-    page = build_page(ReportSources(runs=[run], results=[bad, *read_sources([SCALE]).results]))
+    page = build_page(ReportSources(runs=[run], results=read_sources([SCALE]).results))
 
-    assert "Collectives of bad: a part is omitted" in page
+    assert "The step of half: a part is omitted" in page
     assert "Lost efficiency by cause" in page
+
+
+BENCH = {"schema": "tutti.bench.collectives/1"}
+RECORDED = json.loads((ROOT / "benchmarks/cpu_all_reduce_epyc2_20261115_run1.json").read_text())
+WORD = RECORDED["rows"][0] | {"time_us": {"p50": "fast", "p95": 1, "min": 1, "cv": 0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("old.json", BENCH | {"rows": [{"op": "all_reduce"}]}, "is missing"),
+        ("text.json", BENCH | {"rows": "none"}, "wrong type"),
+        ("number.json", BENCH | {"rows": [3]}, "wrong type"),
+        ("word.json", RECORDED | {"rows": [WORD]}, "wrong type"),
+        ("empty.json", BENCH | {"rows": []}, "has nothing to report"),
+        ("next.json", {"schema": "tutti.scale/99", "rows": []}, "tutti.scale/99"),
+        ("train.json", {"schema": "tutti.train/1", "samples_per_s": "fast"}, "wrong type"),
+        ("rank0.json", {"traceEvents": "none"}, "no trace could be read"),
+        ("run/traces/rank0.json", {"traceEvents": [], "a": 1}, "no trace could be read"),
+        ("run/metrics/rank0.jsonl", {"step": 0, "loss": "low"}, "no line has"),
+        ("run/summary.json", {"schema": "tutti.train/2"}, "tutti.train/2"),
+    ],
+)
+def test_a_file_of_which_nothing_can_be_shown_fails_with_its_name(
+    name: str, content: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+    named = tmp_path / name.partition("/")[0]
+
+    with pytest.raises(UsageError, match=expected) as error:
+        build_page(read_sources([named, SCALE]))
+
+    assert str(named) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_long_run_of_many_ranks_gives_a_small_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    sync = {"seconds_per_step": 0.01, "samples_per_s": 100.0, "wait_fraction": 0.1}
+    steps = [{"step": step, "loss": 1.0, "lr": 0.1} for step in range(20_000)]
+    rows = [row | (sync if row["step"] % 100 == 99 else {}) for row in steps]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for rank in range(64):
+        (tmp_path / f"metrics/rank{rank}.jsonl").write_text(text)
+
+    sources = read_sources([tmp_path])
+
+    assert [len(sources.runs[0].metrics[rank]) for rank in (0, 63)] == [20_000, 200]
+    for figure in (*curves(sources.runs), *waiting(sources.runs)):
+        assert len(figure.table.rows) <= 16 * MAX_POINTS
+        assert all(len(trace["x"]) <= MAX_POINTS for trace in figure.traces)
+        assert len(figure.traces) <= 16
 
 
 def test_text_from_a_file_cannot_end_the_script_or_become_a_tag(tmp_path: Path) -> None:

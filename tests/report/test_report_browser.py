@@ -90,9 +90,94 @@ def test_every_plot_is_drawn_and_only_the_file_is_requested(opened: Page, path: 
         "Which rank waited for which",
         "Lost efficiency by cause",
     } <= titles
-    assert any(title.startswith("Timeline of step") for title in titles)
+    assert {"Timeline of a step", "Longest operators", "Learning rate", "Gradient norm"} <= titles
     pictures = opened.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     assert pictures and all(pictures)
+
+
+CURVES = (
+    "(() => { const p = [...document.querySelectorAll('figure')].find(f => "
+    "f.querySelector('h4').textContent === 'Loss').querySelector('.plot');"
+    "return { titles: [p.layout.xaxis.title.text, p.layout.yaxis.type],"
+    "runs: p.data.map(t => t.run), x: p.data[0].x, y: p.data.map(t => t.y) }; })()"
+)
+
+
+def _set(tab: Page, selector: str, change: str) -> None:
+    """Change a control as a user does, and wait until the curves are drawn."""
+    tab.evaluate(
+        f"(() => {{ const e = document.querySelector(`{selector}`); {change};"
+        "for (const type of ['input', 'change'])"
+        " e.dispatchEvent(new Event(type, { bubbles: true })); })()"
+    )
+    tab.settle()
+
+
+def test_controls_change_the_axes_smooth_and_filter_the_curves(opened: Page) -> None:
+    before = opened.evaluate(CURVES)
+    assert before["titles"] == ["step", "linear"]
+    assert before["runs"] == ["two-ranks", "one-rank"]
+
+    _set(opened, "[name=x]", "e.value = 'samples'")
+    samples = opened.evaluate(CURVES)
+    assert samples["titles"][0] == "samples"
+    assert samples["x"] != before["x"] and samples["y"] == before["y"]
+
+    opened.click("[name=log]")
+    opened.click("[name=run][value=one-rank]")
+    _set(opened, "[name=smoothing]", "e.value = 0.5")
+    opened.click("#theme")  # the choices survive another theme
+    opened.click("#theme")
+    changed = opened.evaluate(CURVES)
+    assert changed["titles"] == ["samples", "log"]
+    raw, smooth = changed["y"]
+    mean = weight = 0.0
+    expected = []
+    for value in before["y"][0]:
+        mean, weight = mean / 2 + value / 2, weight / 2 + 0.5
+        expected.append(mean / weight)
+    assert raw == before["y"][0] and smooth == pytest.approx(expected)
+
+    opened.click("[name=log]")
+    opened.click("[name=run][value=one-rank]")
+    _set(opened, "[name=smoothing]", "e.value = 0")
+    _set(opened, "[name=x]", "e.value = 'step'")
+    assert opened.evaluate(CURVES) == before
+
+
+def test_another_step_of_the_timeline_can_be_chosen(opened: Page) -> None:
+    shown = (
+        "(() => { const s = document.querySelector('select.variant');"
+        "return [s.options.length, s.options[s.selectedIndex].text,"
+        "s.closest('figure').querySelector('.plot').layout.xaxis.range[1]]; })()"
+    )
+    count, median, length = opened.evaluate(shown)
+    assert count > 2 and median.endswith("median")
+
+    _set(opened, "select.variant", "e.selectedIndex = 2")
+    _, slowest, longer = opened.evaluate(shown)
+
+    assert slowest.endswith("slowest")
+    assert longer > length
+    assert float(slowest.split()[1]) == pytest.approx(longer, rel=0.01)
+
+
+def test_no_labels_of_an_axis_overlap(opened: Page) -> None:
+    overlapping = (
+        "[...document.querySelectorAll('.plot')].flatMap(p => ['xtick', 'ytick'].flatMap(kind => {"
+        "const boxes = [...p.querySelectorAll(`.${kind} text`)].filter(t => t.textContent)"
+        ".map(t => t.getBoundingClientRect());"
+        "return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b => a.left < b.right - 1 &&"
+        "b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3)"
+        ".map(() => kind + ' of ' + p.getAttribute('aria-label'))); }))"
+    )
+    for width in (1280, 400):
+        opened.resize(width)
+        opened.settle()
+        opened.wait_for(
+            "[...document.querySelectorAll('.plot')].every(p => p.layout.width === p.clientWidth)"
+        )
+        assert opened.evaluate(overlapping) == []
 
 
 def test_the_links_lead_to_the_sections_and_tables_open(opened: Page) -> None:

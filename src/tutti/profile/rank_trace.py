@@ -69,10 +69,11 @@ class Intervals:
     def _where(self, other: "Intervals", inside: bool) -> "Intervals":
         """Return the segments of this set that lie inside (or outside) the other set."""
         edges = np.unique(np.concatenate([self.starts, self.ends, other.starts, other.ends]))
-        selected = self._contains(edges) & (other._contains(edges) == inside)
+        selected = self.contains(edges) & (other.contains(edges) == inside)
         return merge(edges[:-1][selected[:-1]], edges[1:][selected[:-1]])
 
-    def _contains(self, moments: Floats) -> npt.NDArray[np.bool_]:
+    def contains(self, moments: Floats) -> npt.NDArray[np.bool_]:
+        """Return whether each moment lies in the set."""
         begun = np.searchsorted(self.starts, moments, side="right")
         return begun > np.searchsorted(self.ends, moments, side="right")
 
@@ -120,6 +121,56 @@ class IntervalCollector:
     def intervals(self) -> Intervals:
         flat = np.array(self._edges, dtype=np.float64)
         return merge(flat[0::2], flat[1::2])
+
+
+@dataclass
+class NamedSpans:
+    """The operators or kernels of a trace that compute, in the order of their starts."""
+
+    names: list[str]
+    name: npt.NDArray[np.int32]  # index into `names`
+    starts: Floats
+    ends: Floats
+
+    def between(self, start: float, end: float) -> "NamedSpans":
+        """Return the spans that start in [start, end)."""
+        first, last = np.searchsorted(self.starts, [start, end])
+        part = slice(int(first), int(last))
+        return NamedSpans(self.names, self.name[part], self.starts[part], self.ends[part])
+
+
+class SpanCollector:
+    """Collects named spans of several threads. Of nested spans, the outermost is kept.
+
+    A span without a name is dropped together with the spans in it.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {"": 0}
+        self._name, self._thread = array("i"), array("q")
+        self._starts, self._ends = array("d"), array("d")
+        self._threads: dict[Any, int] = {}
+
+    def add(self, name: str, start: float, end: float, thread: Any) -> None:
+        self._name.append(self._names.setdefault(name, len(self._names)))
+        self._thread.append(self._threads.setdefault(thread, len(self._threads)))
+        self._starts.append(start)
+        self._ends.append(end)
+
+    def spans(self, without: Intervals) -> NamedSpans:
+        """Return the outermost spans that do not start in `without`."""
+        threads, names = np.array(self._thread), np.array(self._name, dtype=np.int32)
+        starts, ends = np.array(self._starts), np.array(self._ends)
+        order = np.lexsort((-ends, starts, threads))
+        kept = []
+        for thread in range(len(self._threads)):
+            mine = order[threads[order] == thread]
+            ended = np.concatenate([[-np.inf], np.maximum.accumulate(ends[mine])[:-1]])
+            kept.append(mine[starts[mine] >= ended])
+        chosen = np.concatenate(kept) if kept else np.empty(0, dtype=np.int64)
+        chosen = chosen[~without.contains(starts[chosen]) & (names[chosen] > 0)]
+        chosen = chosen[np.argsort(starts[chosen], kind="stable")]
+        return NamedSpans(list(self._names), names[chosen], starts[chosen], ends[chosen])
 
 
 def merge(starts: Floats, ends: Floats) -> Intervals:
@@ -226,6 +277,7 @@ class RankTrace:
     communication: Intervals
     input: Intervals
     other: Intervals  # copies on a GPU, or autograd's engine and other wrappers on a CPU
+    operators: NamedSpans
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
     memory_bytes: int | None  # peak memory of the device allocator
@@ -242,6 +294,8 @@ class RankTrace:
         for name in ("compute", "communication", "input", "other"):
             intervals = getattr(self, name)
             setattr(self, name, Intervals(intervals.starts + seconds, intervals.ends + seconds))
+        self.operators.starts += seconds
+        self.operators.ends += seconds
         for step in self.steps:
             step.start, step.end = step.start + seconds, step.end + seconds
             if step.gradients is not None:

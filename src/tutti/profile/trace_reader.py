@@ -31,6 +31,7 @@ from tutti.profile.rank_trace import (
     IntervalCollector,
     Intervals,
     RankTrace,
+    SpanCollector,
     Step,
     merge,
     operation_named,
@@ -92,6 +93,8 @@ class _TraceReader:
         # The operators that compute and the calls that communicate, for each thread.
         self.operators: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         self.comm_calls: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
+        # The names of the operators, and of the kernels that compute.
+        self.operator_spans, self.kernel_spans = SpanCollector(), SpanCollector()
         self.wrappers, self.host_transfers = IntervalCollector(), IntervalCollector()
         self.collectives: list[Collective] = []
         self.collective_of_kernel: dict[int, Collective] = {}  # keys are kernel indices
@@ -147,6 +150,7 @@ class _TraceReader:
             int(arguments.get("correlation", -1)), start, end, not communicates, (process, thread)
         )
         if not communicates:
+            self.kernel_spans.add(name, start, end, (process, thread))
             grid, block = arguments.get("grid") or [0], arguments.get("block") or [0]
             self.compute_estimate += math.prod(grid) * math.prod(block)
             return
@@ -165,9 +169,9 @@ class _TraceReader:
         elif name.startswith("c10d::"):
             if (operation := operation_named(name[6:])) is not None:
                 self.calls.append(_host_event(operation, event, start, end))
-            self.comm_calls[thread].add(start, end)
+            self._add_comm_call(thread, start, end)
         elif name.startswith("_c10d_functional::"):
-            self.comm_calls[thread].add(start, end)
+            self._add_comm_call(thread, start, end)
         elif name.startswith(_WRAPPERS) or re.fullmatch(r"\w+Backward\d*", name):
             self.wrappers.add(start, end)
             if name.startswith("autograd::engine::evaluate_function"):
@@ -176,7 +180,12 @@ class _TraceReader:
                     self.accumulating[thread].add(start, end)
         else:
             self.operators[thread].add(start, end)
+            self.operator_spans.add(name, start, end, thread)
             self.compute_estimate += _multiplications(name, event.get("args", {}))
+
+    def _add_comm_call(self, thread: Any, start: float, end: float) -> None:
+        self.comm_calls[thread].add(start, end)
+        self.operator_spans.add("", start, end, thread)
 
     def _add_annotation(self, event: Event, start: float, end: float) -> None:
         name = str(event["name"])
@@ -195,7 +204,7 @@ class _TraceReader:
             from tutti.comm.operation import parse_tag
 
             if (tag := parse_tag(name)) is not None:
-                self.comm_calls[event.get("tid")].add(start, end)
+                self._add_comm_call(event.get("tid"), start, end)
                 operation = operation_named(tag.operation) or tag.operation
                 self.comm_ranges.append(_host_event(operation, event, start, end, tag))
         else:
@@ -224,11 +233,13 @@ class _TraceReader:
                 if event.arguments.get("External id") in self.collective_of_operator
             ]
             calls, comm_ranges = calls_without_kernels(calls, nccl, self.backend_spans, comm_ranges)
+            spans = self.kernel_spans
             compute = self.kernels.intervals(computing=True)
             communication = self.kernels.intervals(computing=False)
             communication |= self.host_transfers.intervals()
             other = self.copies.intervals()
         else:
+            spans = self.operator_spans
             compute, communication = EMPTY, self.host_transfers.intervals()
             for thread, operators in self.operators.items():
                 compute |= operators.intervals() - self.comm_calls[thread].intervals()
@@ -277,6 +288,7 @@ class _TraceReader:
             communication=communication,
             input=loading,
             other=other,
+            operators=spans.spans(without=loading),
             collectives=self.collectives,
             groups=groups,
             memory_bytes=max(self.memory, captured.get("device_memory_bytes") or 0) or None,

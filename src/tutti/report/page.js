@@ -5,9 +5,65 @@ const plots = [...document.querySelectorAll(".plot")];
 const system = matchMedia("(prefers-color-scheme: dark)");
 const phone = matchMedia("(max-width: 519px)");
 let chosen = null; // the theme chosen with the button, or null to follow the system
+// The choices for training curves, and the number of the chosen variant (step) of other figures.
+const curves = { x: "step", log: false, smoothing: 0, hidden: new Set() };
+const variant = {};
+
+// Returns the chosen variant of a figure, training curves over the chosen axes.
+function current(id) {
+  const figure = figures[id];
+  const shown = figure.variants[variant[id] || 0];
+  const fixed = { uirevision: variant[id] || 0 };
+  if (!figure.x_axes.step) return { data: shown.data, layout: { ...shown.layout, ...fixed } };
+  const data = shown.data.filter((trace) => !curves.hidden.has(trace.run)).flatMap((trace) => {
+    const curve = { ...trace, x: curves.x === "step" ? trace.x : trace.xs[curves.x] };
+    if (!curves.smoothing || trace.mode !== "lines") return [curve];
+    const raw = { uid: trace.uid + "raw", opacity: 0.3, showlegend: false, hoverinfo: "skip" };
+    return [{ ...curve, ...raw, legendgroup: trace.uid },
+      { ...curve, y: smoothed(trace.y), legendgroup: trace.uid }];
+  });
+  const { xaxis, yaxis } = shown.layout;
+  const title = { text: figure.x_axes[curves.x] };
+  const logarithmic = curves.log ? { type: "log", rangemode: "normal", ...logTicks(data) } : {};
+  return { data, layout: { ...shown.layout, showlegend: shown.data.length > 1, uirevision: 0,
+    xaxis: { ...xaxis, title, uirevision: curves.x },
+    yaxis: { ...yaxis, ...logarithmic, uirevision: curves.log } } };
+}
+
+// Exponential moving average, corrected for its start at 0.
+function smoothed(values) {
+  let mean = 0, weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = curves.smoothing * mean + (1 - curves.smoothing) * value;
+    weight = curves.smoothing * weight + 1 - curves.smoothing;
+    return mean / weight;
+  });
+}
+
+// Ticks at 1, 2 and 5 times powers of ten, over many decades at powers of ten, and within a small
+// range at equal distances. There are at most 9 ticks, so that labels do not overlap.
+function logTicks(data) {
+  let low = Infinity, high = 0;
+  for (const value of data.flatMap((trace) => trace.y)) {
+    if (value > 0) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  }
+  if (low > high) return {};
+  const powers = [];
+  for (let n = Math.floor(Math.log10(low)); n <= Math.ceil(Math.log10(high)); n++) powers.push(n);
+  const inside = (ticks) => ticks.filter((tick) => tick >= 0.99 * low && tick <= 1.01 * high);
+  let ticks = inside(powers.flatMap((n) => [1, 2, 5].map((factor) => Number(`${factor}e${n}`))));
+  if (ticks.length > 9) {
+    const every = Math.ceil(powers.length / 9);
+    ticks = inside(powers.filter((n) => n % every === 0).map((n) => Number(`1e${n}`)));
+  } else if (ticks.length < 3) {
+    ticks = [0, 1, 2, 3, 4].map((n) => Number((low + n * (high - low) / 4).toPrecision(3)));
+  }
+  return { tickmode: "array", tickvals: [...new Set(ticks)] };
+}
 
 // Returns data and layout of a figure in the colours of the theme and for the width of the page.
-function themed(figure) {
+function themed(figure, width) {
   const css = getComputedStyle(root);
   const [ink, soft, line, card, heat, cold] = ["ink", "soft", "line", "card", "heat", "cold"].map(
     (name) => css.getPropertyValue("--" + name).trim());
@@ -16,7 +72,8 @@ function themed(figure) {
     height: 340,
     showlegend: figure.data.length > 1,
     ...figure.layout,
-    autosize: true,
+    autosize: false,
+    width,
     dragmode: narrow ? false : "zoom",
     margin: { l: 10, r: narrow ? 10 : 24, t: 12, b: 10 },
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -28,8 +85,10 @@ function themed(figure) {
       traceorder: "normal", font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
   };
   // A legend of several lines makes the plot taller, not the bars smaller.
-  const letters = figure.data.reduce((sum, trace) => sum + (trace.name || "").length + 7, 0);
-  if (layout.showlegend && narrow) layout.height += 19 * Math.ceil(letters / 48);
+  const names = figure.data.filter((trace) => trace.showlegend !== false).map((trace) => trace.name);
+  const longest = 45 + 7 * Math.max(0, ...names.map((name) => (name || "").length));
+  const lines = Math.ceil(names.length / Math.max(1, Math.floor((width - 80) / longest)));
+  if (layout.showlegend && lines > 1) layout.height += 18 * lines;
   for (const name of ["xaxis", "yaxis"]) {
     const axis = figure.layout[name] || {};
     layout[name] = {
@@ -39,10 +98,19 @@ function themed(figure) {
     };
   }
   if (narrow && layout.yaxis.type === "category") Object.assign(layout.yaxis, shortened(figure));
+  const letter = narrow ? 6.5 : 7.5;
+  const labels = layout.yaxis.type !== "category" ? [] :
+    layout.yaxis.ticktext || figure.data.flatMap((trace) => trace.y);
+  const left = letter * Math.max(6, ...labels.map((label) => label.length));
+  Object.assign(layout.xaxis, spaced(layout.xaxis, width - left - 50, (text) => letter * text.length));
+  Object.assign(layout.yaxis, spaced(layout.yaxis, layout.height - 110, () => 14));
   const data = figure.data.map((trace) => {
     const result = { ...trace };
     for (const name of ["error_x", "error_y"]) {
       if (trace[name]) result[name] = { type: "data", thickness: 1.3, ...trace[name], color: soft };
+    }
+    if (trace.marker && trace.marker.line) {
+      result.marker = { ...trace.marker, line: { ...trace.marker.line, color: card } };
     }
     if (trace.type === "heatmap") {
       result.colorscale = [[0, cold], [1, heat]];
@@ -53,6 +121,21 @@ function themed(figure) {
   return [data, layout];
 }
 
+// Drops labels of a logarithmic axis that would touch the label before.
+function spaced(axis, pixels, sizeOf) {
+  if (axis.type !== "log" || !axis.ticktext || axis.tickvals.length < 2) return {};
+  const [first, last] = [axis.tickvals[0], axis.tickvals[axis.tickvals.length - 1]].map(Math.log);
+  let free = -Infinity;
+  const ticktext = axis.ticktext.map((text, index) => {
+    const middle = pixels * (Math.log(axis.tickvals[index]) - first) / (last - first);
+    const half = sizeOf(text) / 2;
+    if (middle - half < free) return "";
+    free = middle + half + 6;
+    return text;
+  });
+  return { ticktext };
+}
+
 // On a phone long labels would leave no space for the plot. The table has them in full.
 function shortened(figure) {
   const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
@@ -60,10 +143,10 @@ function shortened(figure) {
   return { tickmode: "array", tickvals: names, ticktext: names.map(short) };
 }
 
-function draw() {
-  for (const plot of plots) {
-    Plotly.react(plot, ...themed(figures[plot.dataset.figure]), {
-      responsive: true, displaylogo: false, displayModeBar: !phone.matches,
+function draw(only = () => true) {
+  for (const plot of plots.filter((plot) => only(plot.dataset.figure, plot))) {
+    Plotly.react(plot, ...themed(current(plot.dataset.figure), plot.clientWidth), {
+      displaylogo: false, displayModeBar: !phone.matches,
       modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
     });
   }
@@ -82,8 +165,30 @@ button.addEventListener("click", () => {
   setTheme(chosen);
 });
 system.addEventListener("change", () => setTheme(currentTheme()));
-phone.addEventListener("change", draw);
+phone.addEventListener("change", () => draw());
 setTheme(currentTheme());
+new ResizeObserver(() => draw(
+  (id, plot) => plot.clientWidth && plot.clientWidth !== plot.layout.width)).observe(document.body);
+
+// Controls of training curves, which apply to all of them, and of figures with several variants.
+let waiting = false;
+document.querySelector(".controls")?.addEventListener("input", (event) => {
+  const { name, value, checked } = event.target;
+  if (name === "run") curves.hidden[checked ? "delete" : "add"](value);
+  else curves[name] = name === "log" ? checked : name === "smoothing" ? Number(value) : value;
+  if (waiting) return;
+  waiting = true; // at most one drawing per frame
+  requestAnimationFrame(() => {
+    waiting = false;
+    draw((id) => figures[id].x_axes.step);
+  });
+});
+for (const select of document.querySelectorAll("select.variant")) {
+  select.addEventListener("change", () => {
+    variant[select.dataset.figure] = select.selectedIndex;
+    draw((id) => id === select.dataset.figure);
+  });
+}
 
 // Tables: a click on a column title sorts the rows by that column, a second click reverses them.
 const cell = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent;
@@ -131,8 +236,8 @@ addEventListener("beforeprint", () => {
   for (const details of opened) details.open = true;
   root.dataset.theme = "light";
   for (const plot of plots) {
-    const [data, layout] = themed(figures[plot.dataset.figure]);
-    Plotly.react(plot, data, { ...layout, autosize: false, width: 640 });
+    const [data, layout] = themed(current(plot.dataset.figure), 640);
+    Plotly.react(plot, data, layout);
   }
 });
 addEventListener("afterprint", () => {

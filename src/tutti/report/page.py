@@ -8,6 +8,7 @@ the two scripts whose hashes it lists.
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from tutti.report.figures import (
     training_curves,
 )
 from tutti.report.plot import plotly_data
-from tutti.report.sources import ReportSources
+from tutti.report.sources import ReportSources, Run
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
@@ -30,7 +31,7 @@ from tutti.world.errors import UsageError
 # figure, write a generator and list it here.
 SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...] = (
     ("Runs", "runs", (training_curves.runs_table, training_curves.step_comparison)),
-    ("Training", "runs", (training_curves.loss, training_curves.throughput)),
+    ("Training", "runs", (training_curves.curves, training_curves.waiting)),
     ("Scaling", "tutti.scale", (scaling_curves.scaling, scaling_curves.learning_rates)),
     (
         "The step",
@@ -38,6 +39,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...
         (
             step_profile.parts,
             step_timeline.timeline,
+            step_timeline.operators,
             step_profile.waits,
             step_profile.overlap,
             step_profile.utilization,
@@ -57,8 +59,9 @@ SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...
 )
 # Tables with more rows stay collapsed when the page is printed.
 _LONG_TABLE = 60
-# Errors caused by a damaged or older file. Its figure is omitted, and a note reports that.
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
+# A file of an older version may lack a key. Its figure is omitted, and a note reports that. The
+# other errors mean that a value has a wrong type, and then there is no page.
+_WRONG_TYPE = (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
 def select(sources: ReportSources, kind: str) -> Sequence[Any]:
@@ -96,6 +99,7 @@ def build_page(sources: ReportSources) -> str:
     for run in sources.profiled:
         notes += [f"{run.name}: {note}" for note in (run.profile or {}).get("notes") or []]
     sections = list(_sections(sources, notes))
+    _check_shown(sources, sections, notes)
     drawn = {
         name: plotly_data(figure)
         for section in sections
@@ -107,7 +111,7 @@ def build_page(sources: ReportSources) -> str:
     script = (folder / "page.js").read_text()
     library = get_plotlyjs()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(show=show, value=repr, picture=_svg_data_url)
+    environment.filters.update(show=show, value=repr, picture=_svg_data_url, flags=_flags)
     return environment.from_string((folder / "page.html").read_text()).render(
         title=sources.title,
         style=Markup((folder / "page.css").read_text()),
@@ -129,6 +133,7 @@ def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, An
     count = 0
     for number, (title, kind, makers) in enumerate(SECTIONS):
         groups = []
+        runs: dict[str, None] = {}  # the runs with training curves, in order
         for source in select(sources, kind):
             name = getattr(source, "name", "")
             figures = []
@@ -137,10 +142,12 @@ def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, An
                 for figure in _without_damage(make, source, what, notes):
                     count += 1
                     figures.append((f"figure{count}", figure))
+                    if figure.x_axes:
+                        runs |= dict.fromkeys(trace["run"] for trace in figure.traces)
             if figures:
-                groups.append({"name": name, "figures": figures})
+                groups.append({"name": name, "figures": figures, "source": source})
         if groups:
-            yield {"id": f"section{number}", "title": title, "groups": groups}
+            yield {"id": f"section{number}", "title": title, "groups": groups, "runs": list(runs)}
 
 
 def _without_damage(
@@ -148,9 +155,50 @@ def _without_damage(
 ) -> Iterator[Any]:
     try:
         yield from make(source)
-    except _DAMAGE as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        notes.append(f"{what}: a part is omitted, because the file is damaged or old ({reason})")
+    except KeyError as error:
+        notes.append(f"{what}: a part is omitted, because {error} is missing (an older file?)")
+    except _WRONG_TYPE as error:
+        path = next((part.path for part in _parts(source) if _fails(make, source, part)), what)
+        raise UsageError(
+            f"{path}: a value has a wrong type or form ({error}): write the file again"
+        ) from None
+
+
+def _parts(source: Any) -> Sequence[Any]:
+    """Return the runs and results of which `source` consists."""
+    if isinstance(source, ReportSources):
+        return source.all
+    return source if isinstance(source, list) else [source]
+
+
+def _fails(make: Callable[[Any], Iterator[Any]], whole: Any, part: Any) -> bool:
+    """Return whether a part of the sources alone causes the error."""
+    alone = part
+    if isinstance(whole, ReportSources):
+        is_run = isinstance(part, Run)
+        alone = ReportSources(runs=[part] * is_run, results=[part] * (not is_run))
+    elif isinstance(whole, list):
+        alone = [part]
+    try:
+        list(make(alone))
+    except _WRONG_TYPE:
+        return True
+    except KeyError:
+        pass
+    return False
+
+
+def _check_shown(
+    sources: ReportSources, sections: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> None:
+    """Raise UsageError if a result file has no figure at all."""
+    shown = [id(group["source"]) for section in sections for group in section["groups"]]
+    for result in sources.results:
+        if id(result) not in shown:
+            reason = next(
+                (note for note in notes if f" of {result.name}: " in note), "it has no rows"
+            )
+            raise UsageError(f"{result.path} has nothing to report: {reason}")
 
 
 def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -182,6 +230,13 @@ def script_json(content: Any) -> str:
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
+
+
+def _flags(text: str) -> Any:
+    """Return escaped text in which command-line flags are code, which is not broken into lines."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<![\w-])--[a-z][\w-]*", r"<code>\g<0></code>", str(escape(text))))
 
 
 def _svg_data_url(svg: str) -> str:

@@ -27,6 +27,7 @@ _TEXTS = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())
 PART_COLOURS, LOSS_COLOURS = _STYLE["parts"], _STYLE["losses"]
 NAMES = {name: name for name in (*PART_COLOURS, *LOSS_COLOURS)} | _STYLE["names"]
 _SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
+COLOURS = len(_SERIES_COLOURS)
 DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 
@@ -61,6 +62,23 @@ class Figure:
     """An SVG for light pages, and one for dark pages."""
     half_width: bool = False
     """Whether the figure has half the width of a wide page."""
+    x_axes: Mapping[str, str] = field(default_factory=dict)
+    """Titles of the x axes of training curves. Each trace has the values of axis `k` in xs[k]."""
+    variants: Mapping[str, tuple[Sequence[dict[str, Any]], Mapping[str, Any]]] = field(
+        default_factory=dict
+    )
+    """Other (traces, layout) of the figure by name. The first has `traces` and `layout`."""
+
+    def __post_init__(self) -> None:
+        """Raise TypeError if a value to draw is not a number; plotly would draw a category."""
+        labels = self.layout.get("yaxis", {}).get("type") == "category"
+        for trace in self.traces:
+            across = labels or trace.get("orientation") == "h"
+            key = "z" if "z" in trace else "x" if across else "y"
+            for value in trace[key]:
+                numbers = value if isinstance(value, list | tuple) else [value]
+                if wrong := [cell for cell in numbers if not isinstance(cell, int | float | None)]:
+                    raise TypeError(f"{wrong[0]!r} is not a number")
 
 
 def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
@@ -96,6 +114,8 @@ def figure(
     traces: Sequence[dict[str, Any]] = (),
     layout: Mapping[str, Any] | None = None,
     pictures: tuple[str, str] | None = None,
+    x_axes: Mapping[str, str] | None = None,
+    variants: Mapping[str, tuple[Sequence[dict[str, Any]], Mapping[str, Any]]] | None = None,
     **words: object,
 ) -> Figure:
     """Return a figure with the texts of figures.toml, into which `words` are inserted."""
@@ -104,7 +124,11 @@ def figure(
     title, description, columns = (texts[name].format(**words) for name in keys)
     half_width = texts.get("half_width", False)
     numbers = table(rows, columns)
-    return Figure(title, description.strip(), numbers, traces, layout or {}, pictures, half_width)
+    return Figure(
+        *(title, description.strip(), numbers, traces, layout or {}, pictures, half_width),
+        x_axes=x_axes or {},
+        variants=variants or {},
+    )
 
 
 def count(number: int, noun: str) -> str:
@@ -122,7 +146,11 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 def plotly_data(figure: Figure) -> dict[str, Any]:
     """Return the data and layout that the page's script draws, with all text escaped."""
-    return {"data": _escape(list(figure.traces)), "layout": _escape(dict(figure.layout))}
+    variants = [
+        {"data": _escape(list(traces)), "layout": _escape(dict(layout))}
+        for traces, layout in figure.variants.values() or [(figure.traces, figure.layout)]
+    ]
+    return {"variants": variants, "x_axes": _escape(dict(figure.x_axes))}
 
 
 def _escape(value: Any, key: str = "") -> Any:
@@ -130,7 +158,7 @@ def _escape(value: Any, key: str = "") -> Any:
         return {name: _escape(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_escape(item, key) for item in value]
-    if isinstance(value, str) and key not in ("hovertemplate", "texttemplate"):
+    if isinstance(value, str) and key not in ("hovertemplate", "texttemplate", "run"):
         return html.escape(value, quote=False)
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no infinity and no nan
@@ -288,8 +316,10 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
     return spaced
 
 
-def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most MAX_POINTS points, each the mean of the same number of neighbours."""
-    size = max(1, -(-len(points) // MAX_POINTS))
+def thin(
+    points: Sequence[tuple[float, float]], limit: int = MAX_POINTS
+) -> list[tuple[float, float]]:
+    """Return at most `limit` points, each the mean of the same number of neighbours."""
+    size = max(1, -(-len(points) // limit))
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]

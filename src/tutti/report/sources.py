@@ -1,7 +1,8 @@
 """Finds and reads the sources of a page: run directories, scaling folders, result files.
 
 A path that the user names must exist and be a file or folder of tutti. Inside a run directory files
-may be missing. A damaged file is not shown, and a note on the page names it.
+may be missing. A damaged file is not shown, and a note on the page names it. If nothing of a path
+can be read, or if a file has an unknown version, there is no page.
 """
 
 import json
@@ -43,6 +44,8 @@ class Run:
     profile: dict[str, Any] | None = None
     explanation: Explanation | None = None
     """None if there is only the JSON of a profile, which has no intervals."""
+    of_scaling: bool = False
+    """Whether this is one repeat of a scaling, whose throughput is the median over repeats."""
     in_detail: bool = True
     """Whether the steps are shown. In a scaling folder, only runs with the most ranks are shown."""
 
@@ -122,7 +125,7 @@ def read_sources(paths: Sequence[Path]) -> ReportSources:
 def _read_file(path: Path, sources: ReportSources) -> None:
     if _is_trace(path):
         sources.runs.append(run := Run(path.name.split(".")[0], path))
-        _explain(run, [path], sources)
+        _explain(run, [path])
         return
     try:
         content = json.loads(path.read_text())
@@ -162,11 +165,13 @@ def _add_result(
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, str) or not schema.startswith("tutti."):
         return None
+    _check_version(path, content)
     schema = schema.partition("/")[0]
     if schema == "tutti.profile":
         if not skip_profile:
             sources.runs.append(Run(path.stem, path, profile=content))
     elif schema == "tutti.train":
+        _check_summary(path, content)
         sources.runs.append(Run(path.stem, path, summary=content))
     else:
         sources.results.append(Result(path.stem, path, schema, content))
@@ -177,16 +182,24 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
     run = Run(path.resolve().name, path)
     run.recipe = flatten(_read_object(path / "recipe.toml", sources, tomllib.loads))
     run.summary = _read_object(path / "summary.json", sources)
+    _check_summary(path / "summary.json", run.summary)
     run.started = _read_object(path / "environment.json", sources)
-    for file in sorted((path / "metrics").glob("rank*.jsonl")):
-        if number := re.fullmatch(r"rank(\d+)", file.stem):
-            run.metrics[int(number[1])] = _read_metrics(file, sources)
+    names = {file: re.fullmatch(r"rank(\d+)", file.stem) for file in (path / "metrics").glob("*")}
+    for rank, file in sorted((int(name[1]), file) for file, name in names.items() if name):
+        # Of the other ranks, only the time in which they wait is shown.
+        only = "wait_fraction" if run.metrics else ""
+        run.metrics[rank] = _read_metrics(file, sources, only)
     try:
         files = trace_files(path) if (path / "traces").is_dir() else []
     except UsageError:
         files = []
     if files := files or _traces_in(path):
-        _explain(run, files, sources)
+        try:
+            _explain(run, files)
+        except UsageError as error:
+            if not (run.summary or run.recipe or any(run.metrics.values())):
+                raise
+            sources.notes.append(str(error))
     return run
 
 
@@ -204,16 +217,34 @@ def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources
             found.setdefault((name[1], int(name[2])), []).append(entry)
     for flags, ranks in sorted(found):
         run = _read_run(min(found[flags, ranks])[-1], sources)
+        run.of_scaling = True
         run.in_detail = ranks == max(size for other, size in found if other == flags)
         sources.runs.append(run)
 
 
-def _explain(run: Run, files: Sequence[Path], sources: ReportSources) -> None:
+def _explain(run: Run, files: Sequence[Path]) -> None:
     try:
         run.explanation = explain(files)
         run.profile = run.explanation.rows()
     except (UsageError, ValueError, OSError) as error:
-        sources.notes.append(f"{run.name}: {error}")
+        raise UsageError(f"{run.path}: {error}. Record the traces again.") from None
+
+
+def _check_version(path: Path, content: dict[str, Any]) -> None:
+    """Raise UsageError if the file is of a later version than this one reads."""
+    schema, _, version = str(content.get("schema", "")).partition("/")
+    if schema.startswith("tutti.") and version not in ("", "1"):
+        raise UsageError(
+            f"{path}: its schema is {schema}/{version}, and this version of tutti reads "
+            f"{schema}/1: install the version of tutti that wrote the file"
+        )
+
+
+def _check_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Raise UsageError if a value that must be a number is not."""
+    for key in ("steps", "samples", "samples_per_s", "final_loss", "test_loss", "test_accuracy"):
+        if not isinstance(value := summary.get(key), int | float | None):
+            raise UsageError(f"{path}: {key} has a wrong type: {value!r} is not a number")
 
 
 def _read_object(
@@ -226,18 +257,34 @@ def _read_object(
     except (OSError, ValueError) as error:
         sources.notes.append(f"{path} is omitted: {error}")
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        sources.notes.append(f"{path} is omitted: its content is not an object")
+        return {}
+    _check_version(path, content)
+    return content
 
 
-def _read_metrics(path: Path, sources: ReportSources) -> list[dict[str, Any]]:
+def _read_metrics(path: Path, sources: ReportSources, only: str = "") -> list[dict[str, Any]]:
+    """Return the rows of a file, or only the rows that contain the key `only`."""
     rows, damaged = [], 0
     with path.open(errors="replace") as file:
         for line in file:
+            if only not in line:  # the files of all ranks may have millions of lines
+                continue
             try:
                 row = json.loads(line)
-                rows += [row] if isinstance(row.get("step"), int) else []
+                numbers = all(isinstance(value, int | float | None) for value in row.values())
+                ok = numbers and isinstance(row.get("step"), int)
             except (ValueError, AttributeError):
+                ok = False
+            if ok:
+                rows.append(row)
+            else:
                 damaged += 1
+    if damaged and not rows:
+        raise UsageError(
+            f"{path}: no line has a `step` and numbers: is this a file of tutti train?"
+        )
     if damaged:
         sources.notes.append(f"{path}: {damaged} damaged lines are omitted")
     return rows

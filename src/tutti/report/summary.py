@@ -94,15 +94,15 @@ def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
 
 
 def sentences(sources: ReportSources) -> Iterator[str]:
-    """Yield the sentences of the summary: scaling first, then runs, checks and benchmarks."""
+    """Yield the paragraphs of the summary: scaling first, then runs, checks and benchmarks."""
     scalings = sources.of_schema("tutti.scale")
     for result in scalings:
-        yield from _scale_sentences(result)
+        yield " ".join(_scale_sentences(result))
     # If the page has a scaling series, describe only its last profiled run, with the most ranks.
     runs = sources.profiled[-1:] if scalings else sources.runs
     if len(runs) <= _MAX_RUNS:
         for run in runs:
-            yield from _run_sentences(run)
+            yield " ".join(_run_sentences(run))
     elif not scalings:
         yield f"This page shows {len(runs)} runs."
     for result in sources.of_schema("tutti.parity"):
@@ -160,7 +160,8 @@ def _run_sentences(run: Run) -> Iterator[str]:
     facts = [count(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
-    if run.summary.get("samples_per_s") is not None:
+    # The throughput of a scaling is the median of its repeats, and this run is one of them.
+    if run.summary.get("samples_per_s") is not None and not run.of_scaling:
         facts.append(f"{run.summary['samples_per_s']:,.0f} samples/s")
     if losses := metric(run, "loss"):
         facts.append(f"loss {losses[0][1]:.3g} to {losses[-1][1]:.3g} in {len(losses)} steps")
@@ -172,7 +173,7 @@ def _run_sentences(run: Run) -> Iterator[str]:
         name, share = numbers.largest_loss
         lost = f". The largest loss is {LOST_PARTS[name]}, {100 * share:.0f} %" if share else ""
         computing = f"ranks compute for {100 * numbers.computing:.0f} % of the step"
-        yield f"A step takes {1e3 * numbers.step_s:.1f} ms, and {computing}{lost}."
+        yield f"A recorded step takes {1e3 * numbers.step_s:.1f} ms, and {computing}{lost}."
     if numbers.late is not None:
         cost, share = numbers.late["cost_s"]["mean"], numbers.late["cost_share"]
         yield (

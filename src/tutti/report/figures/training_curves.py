@@ -1,8 +1,13 @@
-"""Figures of runs side by side: key numbers, recipes, steps, loss, throughput, waiting."""
+"""Figures of runs side by side: key numbers, recipes, steps, and the curves of training.
 
-from collections.abc import Iterator, Mapping, Sequence
+The page draws every curve over steps, training time or samples, as the reader chooses.
+"""
+
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from tutti.profile.step_breakdown import PARTS
 from tutti.report import plot
@@ -12,8 +17,9 @@ from tutti.report.summary import key_numbers, metric
 
 _MAX_CURVES = 16  # maximum number of curves (one per rank) in one plot
 _DOTTED = {"width": 1, "dash": "dot"}
+_MAX_ROWS = 16 * plot.MAX_POINTS  # of the table below a plot
 
-_Points = list[tuple[float, float]]
+_Line = tuple[Run, str, str, dict[str, Any]]  # run, name of the curve, metric, style
 
 
 def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -32,8 +38,8 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
                 "layout": run.summary.get("layout"),
                 "backend": world.get("backend") or numbers.backend,
                 "steps": run.summary.get("steps"),
-                "samples/s": run.summary.get("samples_per_s"),
-                "step ms": None if numbers.step_s is None else 1e3 * numbers.step_s,
+                "samples/s": None if run.of_scaling else run.summary.get("samples_per_s"),
+                "recorded step ms": None if numbers.step_s is None else 1e3 * numbers.step_s,
                 "computing %": None if numbers.computing is None else 100 * numbers.computing,
                 "final loss": run.summary.get("final_loss"),
                 "test accuracy %": None if accuracy is None else 100 * accuracy,
@@ -85,82 +91,116 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
     )
 
 
-def loss(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the loss of all runs in one plot, then the accuracy of evaluated runs."""
-    traces: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
+def curves(runs: Sequence[Run]) -> Iterator[Figure]:
+    """Yield a figure for each recorded metric, with a curve for each run."""
     has_tests = any(metric(run, "test_loss") for run in runs)
+    test: dict[str, Any] = {"points": True, "line": _DOTTED}
+    loss: list[_Line] = []
     for number, run in enumerate(runs):
-        points = plot.thin(metric(run, "loss"))
-        if not points:
-            continue
-        name = f"{run.name}, training" if has_tests else run.name
-        mode = "lines" if len(points) > 1 else "markers"
-        dash = plot.DASHES[number % len(plot.DASHES)]  # so that overlapping curves stay visible
-        traces.append(plot.curve(name, number, *_xy(points), mode=mode, line={"dash": dash}))
-        tests = metric(run, "test_loss")
-        if tests:
-            traces.append(plot.curve(f"{run.name}, test", number, *_xy(tests), line=_DOTTED))
-        for kind, curve in (("training", points), ("test", tests)):
-            rows += [{"run": run.name, "loss of": kind, "step": x, "loss": y} for x, y in curve]
-    if traces:
-        thinned = max(len(metric(run, "loss")) for run in runs) > len(rows)
-        about = " Each point is the mean of several steps." * thinned
-        axes = {"xaxis": plot.axis("step"), "yaxis": plot.axis("loss")}
-        yield plot.figure("loss", rows, traces, axes, thinned=about)
-    accuracies = {run.name: _in_percent(metric(run, "test_accuracy")) for run in runs}
-    yield from _step_curves("test_accuracy", accuracies, plot.axis("%"), line=_DOTTED)
+        name = run.name + ", training" * has_tests
+        loss.append((run, name, "loss", {"number": number}))
+        loss.append((run, f"{run.name}, test", "test_loss", {"number": number} | test))
+    yield from _figure("loss", runs, loss, plot.axis("loss"))
+    for key, name, y_axis, style in (
+        ("test_accuracy", "test_accuracy", plot.axis("%"), test),
+        ("throughput", "samples_per_s", plot.axis("samples/s", rangemode="tozero"), {}),
+        ("learning_rate", "lr", plot.axis("learning rate", rangemode="tozero"), {}),
+        ("gradient_norm", "grad_norm", plot.axis("norm", rangemode="tozero"), {}),
+    ):
+        lines: list[_Line] = [
+            (run, run.name, name, {"number": number} | style) for number, run in enumerate(runs)
+        ]
+        yield from _figure(key, runs, lines, y_axis)
 
 
-def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the samples per second of the runs, then the share of time that each rank waits."""
-    rates = {run.name: plot.thin(metric(run, "samples_per_s")) for run in runs}
-    yield from _step_curves("throughput", rates, plot.axis("samples/s", rangemode="tozero"))
+def waiting(runs: Sequence[Run]) -> Iterator[Figure]:
+    """Yield the share of the time that each rank of a run waits, measured during training."""
     for run in runs:
-        waiting = {
-            rank: _in_percent(plot.thin(points))
+        means = {
+            rank: fmean(y for _, y in points)
             for rank in sorted(run.metrics)
             if (points := metric(run, "wait_fraction", rank))
         }
-        drawn = list(waiting)
+        drawn = list(means)
         if len(drawn) > _MAX_CURVES:  # draw the ranks that wait least and most
-            drawn.sort(key=lambda rank: fmean(y for _, y in waiting[rank]))
+            drawn.sort(key=lambda rank: means[rank])
             drawn = sorted(drawn[: _MAX_CURVES // 2] + drawn[-_MAX_CURVES // 2 :])
-        left_out = f" {len(drawn)} of {len(waiting)} ranks are drawn." * (len(drawn) < len(waiting))
-        yield from _step_curves(
+        left_out = f" {len(drawn)} of {len(means)} ranks are drawn: those that wait least and most."
+        yield from _figure(
             "waiting",
-            waiting,
+            runs,
+            [(run, f"rank {rank}", "wait_fraction", {"rank": rank}) for rank in drawn],
             plot.axis("%", rangemode="tozero"),
-            {rank: f"rank {rank}" for rank in drawn},
-            {"run": run.name, "left_out": left_out},
+            run=run.name,
+            left_out=left_out * (len(drawn) < len(means)),
         )
 
 
-def _step_curves(
+def _figure(
     key: str,
-    curves: Mapping[Any, _Points],
+    runs: Sequence[Run],
+    lines: Sequence[_Line],
     y_axis: dict[str, Any],
-    labels: Mapping[Any, str] | None = None,
-    words: Mapping[str, Any] | None = None,
-    **style: Any,
+    **words: Any,
 ) -> Iterator[Figure]:
-    """Yield curves over steps. The table has all curves, and the plot those in `labels`."""
-    if not any(curves.values()):
-        return
-    rows = [{"name": name, "step": x, "value": y} for name in curves for x, y in curves[name]]
-    labels = labels or {name: name for name in curves}
-    traces = [
-        plot.curve(label, number, *_xy(curves[name]), **style)
-        for number, (name, label) in enumerate(labels.items())
-        if curves[name]
-    ]
-    axes = {"xaxis": plot.axis("step"), "yaxis": y_axis}
-    yield plot.figure(key, rows, traces, axes, **(words or {}))
+    """Yield a figure of (run, name of the curve, metric, style) lines, if any has points."""
+    factor = 100 if y_axis["title"]["text"] == "%" else 1
+    limit = max(20, min(plot.MAX_POINTS, _MAX_ROWS // max(1, len(lines))))
+    traces: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    longest = 0
+    time_unit, seconds = _time_unit(runs)
+    for line, (run, name, source, style) in enumerate(lines):
+        points = metric(run, source, style.get("rank"))
+        longest = max(longest, len(points))
+        points = [(step, factor * value) for step, value in plot.thin(points, limit)]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        number = style.get("number", line)
+        as_points = style.get("points") or len(points) == 1
+        look = {"mode": "lines+markers" if as_points else "lines", "uid": f"curve{line}"}
+        # Dashes distinguish curves of the same colour.
+        dash = {"dash": plot.DASHES[number // plot.COLOURS % len(plot.DASHES)]}
+        trace = plot.curve(name, number, steps, values, **look, line=style.get("line", dash))
+        training_time, samples = training_progress(run, steps)
+        xs = {"time": [moment / seconds for moment in training_time], "samples": samples}
+        traces.append(trace | {"run": run.name, "xs": xs})
+        rows += [
+            {"name": name, "step": x, "value": y, "seconds": time, "samples": count}
+            for x, y, time, count in zip(steps, values, training_time, samples, strict=True)
+        ]
+    if traces:
+        thinned = " Each point is the mean of several steps." * (longest > limit)
+        axes = {"xaxis": plot.axis("step"), "yaxis": y_axis}
+        titles = {"step": "step", "time": f"training time, {time_unit}", "samples": "samples"}
+        yield plot.figure(key, rows, traces, axes, x_axes=titles, **{"thinned": thinned} | words)
 
 
-def _xy(points: _Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def training_progress(run: Run, steps: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the training seconds and the samples up to the end of each step.
+
+    They are known at the status syncs, and interpolated in between. Training time does not include
+    evaluations, checkpoints and the time between a stop and --resume.
+    """
+    rows = run.metrics[min(run.metrics)]
+    keys = ("seconds_per_step", "samples_per_s")
+    syncs = [row for row in rows if all(isinstance(row.get(key), int | float) for key in keys)]
+    ends = np.array([0, *(row["step"] + 1 for row in syncs)], dtype=float)
+    lengths = np.diff(ends) * [row["seconds_per_step"] for row in syncs]
+    samples = lengths * [row["samples_per_s"] for row in syncs]
+    at = np.array(steps, dtype=float) + 1
+    time, count = (
+        np.interp(at, ends, [0, *np.cumsum(each)]).tolist() for each in (lengths, samples)
+    )
+    return time, count
 
 
-def _in_percent(points: _Points) -> _Points:
-    return [(x, 100 * y) for x, y in points]
+def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
+    """Return the unit of training time in which the longest run has a handy number."""
+    longest = 0.0
+    for run in runs:
+        if run.metrics and (rows := run.metrics[min(run.metrics)]):
+            longest = max(longest, training_progress(run, [rows[-1]["step"]])[0][0])
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+    return next((unit for unit in units if longest > 2 * unit[1]), units[-1])
