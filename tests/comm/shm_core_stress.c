@@ -264,7 +264,7 @@ static void *be_rank(void *argument)
                 start(g, t, rank, now, &finished);
                 if (draw(&own) % 16 == 0)
                     usleep((useconds_t)(draw(&own) % 200));
-                tutti_note_place("stress.c:2 in be_rank");
+                tutti_note_location("stress.c:2 in be_rank");
             }
             for (int i = 0; i < n; i++)
                 end(&tasks[(i + (int)(number % 3)) % n], rank);

@@ -317,7 +317,7 @@ part = [(ctypes.addressof(data), 16)]
 for where in ("a.py:1 in first", "b.py:2 in second"):
     call = native.operation(native.ALL_REDUCE, ins=part, outs=part, dtype=native.F32, where=where)
     native.raise_for(core.tutti_run(group, ctypes.byref(call), 5.0))
-core.tutti_note_place(b"train.py:88 in step")
+core.tutti_note_location(b"train.py:88 in step")
 print(read_process(os.getpid()), flush=True)
 sys.stdin.read()
 """

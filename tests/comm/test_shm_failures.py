@@ -44,7 +44,7 @@ def differ(g: Group, how: str) -> None:
         ("reduce", r"rank 1 called all_reduce \(float32, max, 4096 bytes\) at train.py:11 in step"),
         ("kind", "rank 1 called barrier at train.py:11 in step"),
         ("root", r"rank 1 called broadcast \(float32, 40 bytes, root 1\) at train.py:11 in step"),
-        ("sizes", "rank 1 gives 32 bytes to rank 0, which expects 24"),
+        ("sizes", "rank 1 sends 32 bytes to rank 0, which expects 24"),
     ],
 )
 def test_given_ranks_that_differ_then_every_error_names_ranks_operations_and_lines(
@@ -66,7 +66,7 @@ def be_late(g: Group) -> tuple[str, str] | None:
             call(g, native.BARRIER, 0, -1, timeout=30)
         assert time.monotonic() - began < 5, "a broken group fails at once"
         return str(first.value), str(second.value)
-    core().tutti_note_place(f"train.py:{80 + g.rank} in step".encode())
+    core().tutti_note_location(f"train.py:{80 + g.rank} in step".encode())
     time.sleep(0.8)
     return None
 

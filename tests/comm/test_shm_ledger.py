@@ -14,7 +14,7 @@ from tutti.comm.shm.native import core
 def read_by_another(g: Group) -> list[tuple[str, int, int, int, str]]:
     """Rank 0 reads rank 1's ledger through /proc, as a program outside the group would."""
     call(g, native.ALL_REDUCE, 16, -1, where="train.py:5 in step")
-    core().tutti_note_place(b"train.py:9 in step")
+    core().tutti_note_location(b"train.py:9 in step")
     pid = np.array([os.getpid()])
     pids = [np.empty_like(pid) for _ in range(g.size)]
     g.run(native.ALL_GATHER, [pid], pids)
@@ -28,7 +28,7 @@ def read_by_another(g: Group) -> list[tuple[str, int, int, int, str]]:
             magic, abi, entries, rank, _size = struct.unpack_from("<8sIIii", data, 0)
             if rank != 1:
                 continue
-            ledger, entry_bytes, place = struct.unpack_from("<QQQ", data, 48)
+            ledger, entry_bytes, location = struct.unpack_from("<QQQ", data, 48)
             assert (magic, abi, entries) == (b"TUTTISHM", native.ABI, 64)
             assert data[80:208].rstrip(b"\0") == b"default"
             for at in range(ledger, ledger + 2 * entry_bytes, entry_bytes):
@@ -36,7 +36,7 @@ def read_by_another(g: Group) -> list[tuple[str, int, int, int, str]]:
                 (state,) = struct.unpack_from("<I", data, at + 36)
                 text = data[at + 96 : at + 192].split(b"\0")[0].decode()
                 actual.append((sequence, kind, dtype, state, text))
-            actual.append(data[place + 16 : place + 272].split(b"\0")[0].decode())
+            actual.append(data[location + 16 : location + 272].split(b"\0")[0].decode())
     g.barrier()
     return actual
 

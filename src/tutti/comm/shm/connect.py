@@ -109,7 +109,7 @@ def _print_gloo_note(reason: str) -> None:
 
 
 def _write_location(text: str) -> None:
-    native.core_holding_gil().tutti_note_place(text.encode())
+    native.core_holding_gil().tutti_note_location(text.encode())
 
 
 def shares_memory(card: Card) -> bool:

@@ -14,13 +14,14 @@
 #define ONE_SHOT_BYTES (128 * 1024) /* if more bytes are read from peers, two rounds cost less */
 #endif
 
-static int size_mismatch(const tutti_group *g, int giver, uint64_t given, int taker, uint64_t taken)
+static int size_mismatch(const tutti_group *g, int sender, uint64_t sent, int receiver,
+                         uint64_t expected)
 {
     return fail(TUTTI_MISMATCH,
-                "%s %" PRIu64 " of group %s differs between ranks: rank %d gives %" PRIu64
+                "%s %" PRIu64 " of group %s differs between ranks: rank %d sends %" PRIu64
                 " bytes to rank %d, which expects %" PRIu64,
-                kind_name(g->running->kind), g->running_sequence, g->name, giver, given, taker,
-                taken);
+                kind_name(g->running->kind), g->running_sequence, g->name, sender, sent, receiver,
+                expected);
 }
 
 static uint64_t largest(const uint64_t *bytes, uint32_t n)
@@ -87,10 +88,10 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     const unsigned char *in = op->in[0];
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
         TRY(enter_round(g, round));
-        uint64_t mine = chunk_bytes(op->in_bytes[0], i, chunk);
-        copy_to_peer(&g->sampler, bytes_of(g, g->rank, round), in + i * chunk, mine);
+        uint64_t bytes = chunk_bytes(op->in_bytes[0], i, chunk);
+        copy_to_peer(&g->sampler, bytes_of(g, g->rank, round), in + i * chunk, bytes);
         post_round(g, round);
-        copy_result(g, (unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
+        copy_result(g, (unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, bytes);
         for (int step = 1; step < g->size; step++) { /* ranks begin with different peers */
             int rank = (g->rank + step) % g->size;
             TRY(await_rank(g, rank, round));
@@ -245,7 +246,7 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
     for (uint64_t c = 0; c <= chunks; c++) {
         uint64_t round = first + c, here = chunk_bytes(bytes, c, chunk);
         if (c) {
-            const unsigned char *mine = in + (c - 1) * chunk + me * piece;
+            const unsigned char *own_piece = in + (c - 1) * chunk + me * piece;
             TRY(await_all(g, round - 1));
             for (uint64_t p = 0; p < n && c > 1; p++)
                 if (p != me)
@@ -254,7 +255,7 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
             TRY(enter_round(g, round));
             for (uint64_t p = 0; p < n; p++)
                 g->sources[p] =
-                    p == me ? mine : bytes_of(g, (int)p, round - 1) + me * piece;
+                    p == me ? own_piece : bytes_of(g, (int)p, round - 1) + me * piece;
             void *slot = bytes_of(g, g->rank, round) + me * piece;
             reduce_and_copy(out + (c - 1) * chunk + me * piece, &slot, 1, g->sampler.streaming,
                           g->sources, (uint32_t)n,
@@ -282,7 +283,7 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
 
 static int all_reduce(tutti_group *g, const tutti_operation *op)
 {
-    uint64_t one_shot_bytes = least(ONE_SHOT_BYTES / (uint64_t)(g->size - 1), g->slot_bytes);
+    uint64_t one_shot_bytes = min_u64(ONE_SHOT_BYTES / (uint64_t)(g->size - 1), g->slot_bytes);
     if (op->in_bytes[0] <= one_shot_bytes)
         return one_shot(g, op->in[0], op->out[0], op->in_bytes[0]);
     return two_shot(g, op->in[0], op->out[0], op->in_bytes[0]);

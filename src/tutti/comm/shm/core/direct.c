@@ -105,7 +105,7 @@ int direct_all_reduce(tutti_group *g, const tutti_operation *op)
 {
     uint64_t n = (uint64_t)g->size, bytes = op->in_bytes[0], round = g->round + 1;
     uint64_t piece = ((bytes + n - 1) / n + LINE - 1) / LINE * LINE;
-    uint64_t begin = least(piece * (uint64_t)g->rank, bytes), end = least(begin + piece, bytes);
+    uint64_t begin = min_u64(piece * (uint64_t)g->rank, bytes), end = min_u64(begin + piece, bytes);
     TRY(post_and_await(g, round));
     TRY(find_all_memory(g, round));
     uint32_t others = 0;

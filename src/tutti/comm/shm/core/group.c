@@ -38,7 +38,7 @@ static uint64_t round_up(uint64_t value, uint64_t to)
 /* Offsets of the parts of a segment. They depend only on (size, staging), which are equal on all
  * ranks. */
 typedef struct {
-    uint64_t control, ledger, place, sent, received, rings, slots, bytes;
+    uint64_t control, ledger, location, sent, received, rings, slots, bytes;
     uint64_t ring_bytes, slot_bytes, slot_stride, table_bytes;
 } layout;
 
@@ -58,8 +58,8 @@ static layout compute_layout(int size, uint64_t staging)
         l.ring_bytes *= 2;
     l.control = round_up(sizeof(tutti_header), 4096);
     l.ledger = round_up(l.control + sizeof(control), 4096);
-    l.place = l.ledger + TUTTI_LEDGER_ENTRIES * sizeof(tutti_entry);
-    l.sent = round_up(l.place + sizeof(tutti_place), 4096);
+    l.location = l.ledger + TUTTI_LEDGER_ENTRIES * sizeof(tutti_entry);
+    l.sent = round_up(l.location + sizeof(tutti_location), 4096);
     l.received = l.sent + n * sizeof(ring_mark);
     l.rings = round_up(l.received + n * sizeof(ring_mark), 4096);
     l.slots = round_up(l.rings + (n - 1) * l.ring_bytes, 4096);
@@ -74,7 +74,7 @@ static void locate_parts(peer *peer, tutti_segment *segment, const layout *l)
     peer->header = (tutti_header *)base;
     peer->control = (control *)(base + l->control);
     peer->ledger = (tutti_entry *)(base + l->ledger);
-    peer->place = (tutti_place *)(base + l->place);
+    peer->location = (tutti_location *)(base + l->location);
     peer->sent = (ring_mark *)(base + l->sent);
     peer->received = (ring_mark *)(base + l->received);
     peer->rings = base + l->rings;
@@ -98,7 +98,7 @@ static void write_header(tutti_group *g, const layout *l, uint64_t bytes)
     header->bytes = bytes;
     header->ledger_offset = l->ledger;
     header->entry_bytes = sizeof(tutti_entry);
-    header->place_offset = l->place;
+    header->location_offset = l->location;
     header->created_ns = (int64_t)realtime;
     memcpy(header->name, g->name, sizeof header->name);
 }
@@ -248,7 +248,7 @@ TUTTI_API void tutti_group_abort(tutti_group *g)
 
 TUTTI_API void tutti_group_close(tutti_group *g)
 {
-    if (!g || in_forked_child(g)) /* a forked child has none of the group's threads */
+    if (!g || in_forked_child(g)) /* a forked child does not have the group's threads */
         return;
     tutti_group_abort(g);
     stop_workers(g);
@@ -277,11 +277,11 @@ TUTTI_API void tutti_group_close(tutti_group *g)
     free(g);
 }
 
-TUTTI_API void tutti_note_place(const char *text)
+TUTTI_API void tutti_note_location(const char *text)
 {
     pthread_mutex_lock(&groups_lock);
     for (tutti_group *g = groups; g; g = g->next)
         if (!in_forked_child(g))
-            write_place(g->peers[g->rank].place, text);
+            write_location(g->peers[g->rank].location, text);
     pthread_mutex_unlock(&groups_lock);
 }

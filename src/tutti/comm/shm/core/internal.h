@@ -14,6 +14,11 @@
 #define LINE 64 /* bytes of a cache line */
 #define SLOTS 4 /* staging slots per rank; no rank is more than SLOTS rounds ahead of another */
 
+static inline uint64_t min_u64(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* ---- errors.c: the calling thread's last error, and broken groups ---- */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int fail_errno(const char *what);
@@ -23,9 +28,9 @@ int group_usable(tutti_group *);
  * waits in the group. Returns the code of the group's first failure, which may be an earlier
  * one. */
 int break_group(tutti_group *, int code, const char *text);
-/* Returns the reason why waiting for `peer` is pointless, or 0. The reasons are an abort on this
- * rank and the peer's own state. With `check_alive` (a system call) the death of the peer's process
- * is checked too. */
+/* Returns the error if a wait for `peer` cannot succeed any more, else 0: this rank has aborted, or
+ * the peer's state is LEFT or BROKEN. With `check_alive` (a system call) also checks whether the
+ * peer's process has died. */
 int peer_error(tutti_group *, int peer, bool check_alive);
 
 /* ---- segment.c ---- */
@@ -132,7 +137,7 @@ typedef struct {
     tutti_header *header;
     control *control;
     tutti_entry *ledger;
-    tutti_place *place;
+    tutti_location *location;
     ring_mark *sent;     /* sent[p]: how far this rank has written its ring to p */
     ring_mark *received; /* received[p]: how far this rank has read the ring from p */
     unsigned char *rings;
@@ -214,8 +219,8 @@ struct tutti_group {
 };
 
 /* ---- group.c ---- */
-/* Fails in a forked child, which has none of the group's threads and must not write to its
- * rings. */
+/* Fails in a forked child, which does not have the group's threads and must not write to the
+ * group's rings. */
 int refuse_forked_child(const tutti_group *);
 static inline unsigned char *slot_of(const tutti_group *g, int rank, uint64_t round)
 {
@@ -254,7 +259,7 @@ void describe_peer(const tutti_group *, int rank, char *text, size_t room);
 bool describe_difference(const tutti_group *, int rank, char *text, size_t room);
 void text_to_words(_Atomic uint64_t *words, int n, const char *text);
 void words_to_text(const _Atomic uint64_t *words, int n, char *text);
-void write_place(tutti_place *, const char *text);
+void write_location(tutti_location *, const char *text);
 
 /* ---- operations.c ---- */
 int check_operation(const tutti_group *, const tutti_operation *);

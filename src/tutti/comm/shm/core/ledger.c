@@ -152,7 +152,7 @@ static double seconds_since(uint64_t then)
 void describe_peer(const tutti_group *g, int rank, char *text, size_t room)
 {
     const peer *peer = &g->peers[rank];
-    char last[256] = "no operation yet", now_at[TUTTI_PLACE_WORDS * 8 + 64] = "";
+    char last[256] = "no operation yet", now_at[TUTTI_LOCATION_WORDS * 8 + 64] = "";
     record entry;
     if (find_record(g, rank, 0, &entry)) {
         bool over = entry.state == TUTTI_DONE || entry.state == TUTTI_FAILED;
@@ -162,14 +162,14 @@ void describe_peer(const tutti_group *g, int rank, char *text, size_t room)
                  seconds_since(over ? entry.ended : entry.begun), over ? " ago" : "",
                  entry.where[0] ? ", called at " : "", entry.where);
     }
-    uint64_t version = atomic_load_explicit(&peer->place->version, memory_order_acquire);
+    uint64_t version = atomic_load_explicit(&peer->location->version, memory_order_acquire);
     if (version && version % 2 == 0) {
-        char place[TUTTI_PLACE_WORDS * 8];
-        uint64_t seen = atomic_load_explicit(&peer->place->seen_ns, RELAXED);
-        words_to_text(peer->place->text, TUTTI_PLACE_WORDS, place);
+        char location[TUTTI_LOCATION_WORDS * 8];
+        uint64_t seen = atomic_load_explicit(&peer->location->seen_ns, RELAXED);
+        words_to_text(peer->location->text, TUTTI_LOCATION_WORDS, location);
         atomic_thread_fence(memory_order_acquire);
-        if (atomic_load_explicit(&peer->place->version, RELAXED) == version)
-            snprintf(now_at, sizeof now_at, "; now at %s, seen %.1f s ago", place,
+        if (atomic_load_explicit(&peer->location->version, RELAXED) == version)
+            snprintf(now_at, sizeof now_at, "; now at %s, seen %.1f s ago", location,
                      seconds_since(seen));
     }
     snprintf(text, room, "rank %d (pid %" PRId64 ": %s%s)", rank, peer->header->pid, last, now_at);
@@ -195,26 +195,26 @@ bool describe_difference(const tutti_group *g, int rank, char *text, size_t room
     uint64_t last = g->running_sequence;
     uint64_t first = last > TUTTI_LEDGER_ENTRIES ? last - TUTTI_LEDGER_ENTRIES : 1;
     for (uint64_t sequence = first; sequence <= last; sequence++) {
-        record mine, theirs;
-        if (!find_record(g, g->rank, sequence, &mine) || !find_record(g, rank, sequence, &theirs) ||
-            mine.fingerprint == theirs.fingerprint || !mine.fingerprint || !theirs.fingerprint)
+        record own, other;
+        if (!find_record(g, g->rank, sequence, &own) || !find_record(g, rank, sequence, &other) ||
+            own.fingerprint == other.fingerprint || !own.fingerprint || !other.fingerprint)
             continue;
-        char here[400], there[400];
-        describe_call(g->rank, &mine, here, sizeof here);
-        describe_call(rank, &theirs, there, sizeof there);
+        char own_call[400], other_call[400];
+        describe_call(g->rank, &own, own_call, sizeof own_call);
+        describe_call(rank, &other, other_call, sizeof other_call);
         snprintf(text, room, "operation %" PRIu64 " of group %s differs between ranks: %s, %s",
-                 sequence, g->name, here, there);
+                 sequence, g->name, own_call, other_call);
         return true;
     }
     return false;
 }
 
-void write_place(tutti_place *place, const char *text)
+void write_location(tutti_location *location, const char *text)
 {
-    uint64_t version = atomic_load_explicit(&place->version, RELAXED);
-    atomic_store_explicit(&place->version, version + 1, RELAXED);
+    uint64_t version = atomic_load_explicit(&location->version, RELAXED);
+    atomic_store_explicit(&location->version, version + 1, RELAXED);
     atomic_thread_fence(memory_order_release);
-    atomic_store_explicit(&place->seen_ns, now_ns(), RELAXED);
-    text_to_words(place->text, TUTTI_PLACE_WORDS, text);
-    atomic_store_explicit(&place->version, version + 2, memory_order_release);
+    atomic_store_explicit(&location->seen_ns, now_ns(), RELAXED);
+    text_to_words(location->text, TUTTI_LOCATION_WORDS, text);
+    atomic_store_explicit(&location->version, version + 2, memory_order_release);
 }

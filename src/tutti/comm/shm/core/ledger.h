@@ -1,10 +1,10 @@
-/* The part of a rank's segment that tools outside the group read: header, ledger and place.
+/* The part of a rank's segment that tools outside the group read: header, ledger and location.
  *
  * The layout is fixed, little-endian and free of pointers, so that any program can open
  * /proc/PID/fd/FD of a memfd named "tutti-shm:GROUP" and parse it. (The owning process must not do
  * this: if it closed any descriptor of the file, it would release the lock that shows peers that
  * the owner is alive.) An entry is valid if `id` has the same value, not 0, before and after the
- * rest of the entry is read. A place is valid if `version` has the same even value before and
+ * rest of the entry is read. A location is valid if `version` has the same even value before and
  * after. */
 #ifndef TUTTI_LEDGER_H
 #define TUTTI_LEDGER_H
@@ -16,7 +16,7 @@
 #define TUTTI_LEDGER_ENTRIES 64
 #define TUTTI_NAME_BYTES 128
 #define TUTTI_WHERE_WORDS 12 /* 96 bytes */
-#define TUTTI_PLACE_WORDS 32 /* 256 bytes */
+#define TUTTI_LOCATION_WORDS 32 /* 256 bytes */
 #define TUTTI_REASON_WORDS 512 /* 4096 bytes */
 
 typedef struct {
@@ -29,7 +29,7 @@ typedef struct {
     uint64_t bytes;         /* 40: size of the segment */
     uint64_t ledger_offset; /* 48 */
     uint64_t entry_bytes;   /* 56 */
-    uint64_t place_offset;  /* 64 */
+    uint64_t location_offset;  /* 64 */
     int64_t created_ns;     /* 72: CLOCK_REALTIME */
     char name[TUTTI_NAME_BYTES]; /* 80 */
 } tutti_header;
@@ -54,9 +54,9 @@ typedef struct {
 
 /* The source location of the process's main thread, as last sampled. */
 typedef struct {
-    _Atomic uint64_t version; /* odd while the place is written */
+    _Atomic uint64_t version; /* odd while the location is written */
     _Atomic uint64_t seen_ns; /* CLOCK_MONOTONIC */
-    _Atomic uint64_t text[TUTTI_PLACE_WORDS];
-} tutti_place;
+    _Atomic uint64_t text[TUTTI_LOCATION_WORDS];
+} tutti_location;
 
 #endif

@@ -55,7 +55,7 @@ static void file_of(char *full, size_t room, const char *root, const char *path,
 /* Calls `limit_at` for the process's control group and all groups above it, and returns the lowest
  * limit. Inside a container the process's group may be mounted as the root although /proc contains
  * a longer path, so groups that do not exist are skipped. */
-static double least_limit(const controller *c, double (*limit_at)(int version, const char *root,
+static double lowest_limit(const controller *c, double (*limit_at)(int version, const char *root,
                                                                   const char *path))
 {
     double least = HUGE_VAL;
@@ -88,7 +88,7 @@ static double least_limit(const controller *c, double (*limit_at)(int version, c
 
 /* Returns the bytes that a control group may still use. The group's page cache counts as free,
  * because the kernel drops it on demand. */
-static double memory_left(int version, const char *root, const char *path)
+static double free_memory(int version, const char *root, const char *path)
 {
     static const char *const limits[] = {"memory.limit_in_bytes", "memory.max"};
     static const char *const usages[] = {"memory.usage_in_bytes", "memory.current"};
@@ -137,17 +137,17 @@ static double cpu_quota(int version, const char *root, const char *path)
 
 double cgroup_cpu_quota(void)
 {
-    return least_limit(&CPU, cpu_quota);
+    return lowest_limit(&CPU, cpu_quota);
 }
 
 uint64_t available_memory(const char **where)
 {
     uint64_t kib = number_in("/proc/meminfo", "MemAvailable:");
     uint64_t available = kib == UINT64_MAX ? UINT64_MAX : kib * 1024;
-    double left = least_limit(&MEMORY, memory_left);
+    double free_in_cgroup = lowest_limit(&MEMORY, free_memory);
     *where = "this host";
-    if (left < (double)available) {
-        available = (uint64_t)left;
+    if (free_in_cgroup < (double)available) {
+        available = (uint64_t)free_in_cgroup;
         *where = "this container (its control group)";
     }
     return available;

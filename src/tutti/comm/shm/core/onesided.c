@@ -88,15 +88,15 @@ TUTTI_API double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, 
 {
     uint64_t deadline = deadline_after(timeout_s), begun = 0;
     for (uint64_t turn = 0; turn <= turns; turn++) {
-        uint64_t mine = 2 * turn + (first ? 1 : 2), theirs = first ? mine + 1 : mine - 1;
+        uint64_t own = 2 * turn + (first ? 1 : 2), other = first ? own + 1 : own - 1;
         if (first)
-            atomic_store_explicit(word(line), mine, memory_order_release);
-        for (uint32_t looks = 1; atomic_load_explicit(word(line), memory_order_acquire) < theirs;
+            atomic_store_explicit(word(line), own, memory_order_release);
+        for (uint32_t looks = 1; atomic_load_explicit(word(line), memory_order_acquire) < other;
              looks++)
             if (looks % 4096 == 0 && now_ns() >= deadline)
                 return -1;
         if (!first)
-            atomic_store_explicit(word(line), mine, memory_order_release);
+            atomic_store_explicit(word(line), own, memory_order_release);
         if (turn == 0) /* both ranks have arrived: start the clock */
             begun = now_ns();
     }

@@ -73,7 +73,7 @@ typedef struct unexpected_message {
 typedef struct { /* the partly received message at the head of a ring */
     bool active;
     uint64_t bytes, moved;
-    tutti_work *receiver; /* the recv that takes the bytes; NULL: they go to `unexpected` */
+    tutti_work *receiver; /* the recv that takes the bytes; if NULL, `unexpected` takes them */
     unexpected_message *unexpected;
 } incoming;
 
@@ -197,11 +197,6 @@ static void wake_p2p(control *control)
 
 /* ---- Rings. All functions of this section are called with the lock held. ---- */
 
-static uint64_t smallest(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 static bool push(tutti_group *g, int to)
 {
     work_list *queue = &g->p2p->sends[to];
@@ -213,18 +208,18 @@ static bool push(tutti_group *g, int to)
         uint64_t bytes = work->operation.in_bytes[0];
         uint64_t tail =
             atomic_load_explicit(&g->peers[to].received[g->rank].at, memory_order_acquire);
-        uint64_t room = g->ring_bytes - (head - tail);
-        if (!room)
+        uint64_t free_bytes = g->ring_bytes - (head - tail);
+        if (!free_bytes)
             break;
         if (!work->started) {
             message_header header = {bytes, work->operation.tag, work->operation.dtype, {0, 0}};
             memcpy(ring + head % g->ring_bytes, &header, ALIGN);
             work->started = true;
             head += ALIGN;
-            room -= ALIGN;
+            free_bytes -= ALIGN;
         }
         uint64_t until_wrap = g->ring_bytes - head % g->ring_bytes;
-        uint64_t length = smallest(smallest(bytes - work->moved, room), smallest(until_wrap, CHUNK));
+        uint64_t length = min_u64(min_u64(bytes - work->moved, free_bytes), min_u64(until_wrap, CHUNK));
         copy_to_peer(&g->p2p->sampler, ring + head % g->ring_bytes,
                      (const unsigned char *)work->operation.in[0] + work->moved, length);
         work->moved += length;
@@ -315,8 +310,8 @@ static bool pull(tutti_group *g, int source)
     while (source_is_wanted(p, source)) {
         uint64_t head =
             atomic_load_explicit(&g->peers[source].sent[g->rank].at, memory_order_acquire);
-        uint64_t there = head - tail;
-        if (!there)
+        uint64_t available = head - tail;
+        if (!available)
             break;
         if (!incoming->active) {
             message_header header;
@@ -324,11 +319,11 @@ static bool pull(tutti_group *g, int source)
             if (!open_incoming(g, source, &header))
                 break;
             tail += ALIGN;
-            there -= ALIGN;
+            available -= ALIGN;
         }
         uint64_t until_wrap = g->ring_bytes - tail % g->ring_bytes;
-        uint64_t length = smallest(smallest(incoming->bytes - incoming->moved, there),
-                                   smallest(until_wrap, CHUNK));
+        uint64_t length = min_u64(min_u64(incoming->bytes - incoming->moved, available),
+                                   min_u64(until_wrap, CHUNK));
         unsigned char *to = incoming->receiver ? incoming->receiver->operation.out[0]
                                                : incoming->unexpected->content;
         if (length)
@@ -774,7 +769,7 @@ void p2p_close(tutti_group *g)
     p->closing = true;
     pthread_cond_broadcast(&p->unattended);
     wake_p2p(g->peers[g->rank].control);
-    run_callbacks_now(g, POSTER); /* the callbacks that an abort from inside a callback left */
+    run_callbacks_now(g, POSTER); /* those that remain after an abort from inside a callback */
     while (p->inside)
         pthread_cond_wait(&p->ended, &p->lock);
     pthread_mutex_unlock(&p->lock);

@@ -1,8 +1,8 @@
 /* Reductions of n arrays into one, with the vector instructions of this machine.
  *
- * Elements are combined in the order of the sources, with every instruction set and however an
- * array is split. So equal sources give equal bits. The minimum and maximum of NaN and any number
- * are NaN, as in torch. */
+ * Elements are combined in the order of the sources, for every instruction set and for every split
+ * of an array. So equal sources give equal bits. The minimum and maximum of NaN and any number are
+ * NaN, as in torch. */
 #include "internal.h"
 
 #include <string.h>

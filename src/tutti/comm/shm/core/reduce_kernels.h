@@ -19,11 +19,11 @@
 static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *out, uint64_t at, uint64_t bytes)
 {
     for (uint32_t p = 0; p < copies->count; p++) {
-        unsigned char *place = (unsigned char *)copies->to[p] + at;
+        unsigned char *target = (unsigned char *)copies->to[p] + at;
         if (copies->streaming)
-            stream_bytes(place, (const unsigned char *)out + at, bytes);
+            stream_bytes(target, (const unsigned char *)out + at, bytes);
         else
-            memcpy(place, (const unsigned char *)out + at, bytes);
+            memcpy(target, (const unsigned char *)out + at, bytes);
     }
 }
 

@@ -155,7 +155,7 @@ int await_consumed(tutti_group *g, uint64_t round)
                 TRY(wait_for(g, rank, round, CONSUMED, true));
             peer->consumed = reached(g, rank, CONSUMED);
         }
-        lowest = least(peer->consumed, lowest);
+        lowest = min_u64(peer->consumed, lowest);
     }
     g->consumed_by_all = lowest;
     return 0;

@@ -76,11 +76,6 @@ static inline void consume_round(tutti_group *g, uint64_t round)
 
 /* ---- Chunks and slots ---- */
 
-static inline uint64_t least(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 /* Copies bytes into the caller's result. */
 static inline void copy_result(const tutti_group *g, void *to, const void *from, uint64_t bytes)
 {
@@ -103,14 +98,14 @@ static inline uint64_t rounds_for(uint64_t bytes, uint64_t chunk)
  * sender need not wait. */
 static inline uint64_t flow_chunk(const tutti_group *g, uint64_t bytes)
 {
-    uint64_t least_chunk = 64 * 1024, chunk = (bytes / SLOTS + LINE - 1) / LINE * LINE;
-    return least(chunk < least_chunk ? least_chunk : chunk, g->slot_bytes);
+    uint64_t min_chunk = 64 * 1024, chunk = (bytes / SLOTS + LINE - 1) / LINE * LINE;
+    return min_u64(chunk < min_chunk ? min_chunk : chunk, g->slot_bytes);
 }
 
 /* Bytes of chunk i of a part. */
 static inline uint64_t chunk_bytes(uint64_t part, uint64_t i, uint64_t chunk)
 {
-    return part > i * chunk ? least(part - i * chunk, chunk) : 0;
+    return part > i * chunk ? min_u64(part - i * chunk, chunk) : 0;
 }
 
 /* A slot begins with a table of sizes, for operations in which no rank has all sizes. */

@@ -1,8 +1,8 @@
 /* Segments: a memfd that its creator maps and locks, and that peers open through /proc/PID/fd/FD.
  *
- * The lock is a POSIX record lock. The kernel releases it when the process ends, for whatever
- * reason, and forked children do not inherit it. So "the lock is held" means "the creator is
- * alive", even if data loaders that the creator has forked outlive the creator. */
+ * The lock is a POSIX record lock. The kernel releases it when the process ends for any reason, and
+ * forked children do not inherit it. So "the lock is held" means "the creator is alive", even if
+ * data loaders that the creator has forked outlive the creator. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 

@@ -14,7 +14,7 @@
 #pragma GCC visibility push(default)
 
 enum {
-    TUTTI_FULL = -100,      /* a shard of the map has no entry left */
+    TUTTI_FULL = -100,      /* a shard of the map has no free entry */
     TUTTI_OVERTAKEN = -101, /* writers changed the value faster than it could be copied */
     TUTTI_BUSY = -1000      /* TUTTI_BUSY - r: rank r is writing; retry, or declare it dead if it died */
 };
@@ -49,8 +49,8 @@ int64_t tutti_rows_lookup_many(tutti_rows *, const int64_t *indices, uint64_t co
 /* Returns the new version, or TUTTI_BUSY - rank. */
 int64_t tutti_rows_publish(tutti_rows *, uint64_t index, const void *row);
 uint64_t *tutti_rows_state(const tutti_rows *, uint64_t index); /* version << TUTTI_VERSION_SHIFT */
-uint64_t tutti_rows_lookups(const tutti_rows *); /* number of lookups (retries) through this handle */
-uint64_t tutti_rows_retries(const tutti_rows *);
+uint64_t tutti_rows_lookups(const tutti_rows *); /* number of lookups through this handle */
+uint64_t tutti_rows_retries(const tutti_rows *); /* number of copies that were repeated */
 /* From now on ignores the claims of a rank whose process has died. Never call this for a live
  * process, not even for one that has left the group: a live process may still be writing
  * (cell.h). */
@@ -95,9 +95,9 @@ uint64_t tutti_map_limit(const tutti_map *); /* entries of a shard that may be c
 uint64_t tutti_map_collect(tutti_map *, uint64_t count, uint64_t *keys, void *values);
 /* Frees the entries of deleted keys in this rank's own shard. No rank may use the map meanwhile. */
 int tutti_map_compact(tutti_map *);
-uint64_t tutti_map_gets(const tutti_map *); /* number of gets (found keys, retries) of this handle */
-uint64_t tutti_map_hits(const tutti_map *);
-uint64_t tutti_map_retries(const tutti_map *);
+uint64_t tutti_map_gets(const tutti_map *); /* number of gets through this handle */
+uint64_t tutti_map_hits(const tutti_map *); /* number of gets that found the key */
+uint64_t tutti_map_retries(const tutti_map *); /* number of copies that were repeated */
 void tutti_map_declare_dead(tutti_map *, uint32_t rank); /* as tutti_rows_declare_dead */
 
 /* ---- A slot: memory with one writer and a sequence number, which is odd while the slot is

@@ -86,7 +86,7 @@ static uint64_t *find(const tutti_map *map, uint64_t *shard, uint64_t key, uint6
 }
 
 /* Returns the entry of a key, or NULL if the shard is full. `claimed` is incremented before the
- * entry is taken, so for a moment `claimed` may include ranks that then lose the race for an entry.
+ * entry is taken, so for a moment `claimed` may count ranks that then lose the race for an entry.
  * Therefore a rank that finds `claimed` at the limit searches again: the key may have been inserted
  * meanwhile, or a rank that lost a race may have decremented `claimed`. */
 static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t key, uint64_t hash) {
@@ -102,7 +102,7 @@ static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t k
                                                 __ATOMIC_RELAXED))
                     return entry;
                 __atomic_fetch_sub(claimed, 1, __ATOMIC_RELAXED);
-                full = found == 0; /* otherwise another rank took the entry, for key found - 1 */
+                full = found == 0; /* if found != 0, another rank took the entry: not full */
             }
             if (found == key + 1)
                 return entry;
@@ -270,8 +270,8 @@ uint64_t tutti_map_collect(tutti_map *map, uint64_t count, uint64_t *keys, void 
 }
 
 /* The keys with a value are counted here, because `live` may be too low: a process may have been
- * killed between publishing a key and counting it. With `live` as the limit the last keys would be
- * lost. */
+ * killed between publishing a key and counting it. If `live` were passed to tutti_map_collect as
+ * the number of keys, the last keys would be lost. */
 int tutti_map_compact(tutti_map *map) {
     uint64_t *shard = map->shards[map->rank], entries = map->mask + 1, present = 0;
     for (uint64_t slot = 0; slot < entries; ++slot) {

@@ -4,8 +4,8 @@
  * rank creates one segment per group, which its peers map for reading and writing. Data has one
  * writer at a time: slots, rings and marks are written by the owner; futex words and waiter
  * counters are shared atomics (internal.h lists their writers). A segment is a memfd. It has no
- * name in any file system, so nothing is left behind, however a process ends. Peers open a segment
- * through /proc/PID/fd/FD. Two ranks share a host if this works.
+ * name in any file system, so the kernel frees it even if its processes are killed. Peers open a
+ * segment through /proc/PID/fd/FD. Two ranks share a host if this works.
  *
  * Python reads the enums of this file and of ledger.h and structures.h (tutti/comm/shm/native.py
  * parses them), so keep one simple "NAME = value" or "NAME" per enumerator.
@@ -23,7 +23,7 @@
 
 enum {
     TUTTI_OK = 0,
-    TUTTI_TIMEOUT = -1,      /* the message names the ranks that have not arrived and where they are */
+    TUTTI_TIMEOUT = -1,      /* the message names the ranks that have not arrived, and their locations */
     TUTTI_PEER_DIED = -2,    /* the message names the rank */
     TUTTI_PEER_LEFT = -3,    /* a peer closed the group while this rank waits for it */
     TUTTI_MISMATCH = -4,     /* ranks called different operations, sizes, dtypes or roots */
@@ -147,7 +147,7 @@ void tutti_work_free(tutti_work *);                  /* does not cancel the oper
 /* ---- The ledger: the last operations of every rank are recorded in its segment (layout: ledger.h),
  * so that they can be read from outside a stuck process. ---- */
 /* Records the source location of the process's main thread, sampled about once a second. */
-void tutti_note_place(const char *text);
+void tutti_note_location(const char *text);
 
 /* ---- One-sided memory: any address inside a mapped segment. ---- */
 void tutti_put(void *to, const void *from, uint64_t bytes);

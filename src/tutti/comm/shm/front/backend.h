@@ -32,17 +32,17 @@ inline Maker maker;
 constexpr int64_t kFlatBytes = 1 << 20;
 
 // Sums sparse tensors: every rank gathers the indices and values of all ranks and adds them in the
-// order of ranks. `gather(mine, outs)` is a blocking all_gather.
+// order of ranks. `gather(local, outs)` is a blocking all_gather.
 template <class Gather>
 void sum_sparse(const at::Tensor& tensor, int size, bool mean, Gather gather) {
     at::AutoDispatchBelowADInplaceOrView raw;
-    at::Tensor mine = tensor.coalesce();
+    at::Tensor local = tensor.coalesce();
     // The shape, the number of sparse dimensions and the dtype must be the same on all ranks. The
     // number of elements may differ.
-    std::vector<int64_t> about(mine.sizes().begin(), mine.sizes().end());
-    about.push_back(mine.sparse_dim());
-    about.push_back(static_cast<int64_t>(mine.scalar_type()));
-    about.push_back(mine._nnz());
+    std::vector<int64_t> about(local.sizes().begin(), local.sizes().end());
+    about.push_back(local.sparse_dim());
+    about.push_back(static_cast<int64_t>(local.scalar_type()));
+    about.push_back(local._nnz());
     at::Tensor mine_about = at::tensor(about, at::kLong);
     std::vector<at::Tensor> all_about, indices, values;
     for (int rank = 0; rank < size; ++rank) all_about.push_back(at::empty_like(mine_about));
@@ -54,20 +54,20 @@ void sum_sparse(const at::Tensor& tensor, int size, bool mean, Gather gather) {
                           "shm all_reduce of sparse tensors: rank ", rank,
                           " has a different shape, dtype or number of sparse dimensions");
         int64_t count = all_about[rank][-1].item<int64_t>();
-        auto shape = mine._values().sizes().vec();
+        auto shape = local._values().sizes().vec();
         shape[0] = count;
-        indices.push_back(at::empty({mine.sparse_dim(), count}, at::kLong));
-        values.push_back(at::empty(shape, mine._values().options()));
+        indices.push_back(at::empty({local.sparse_dim(), count}, at::kLong));
+        values.push_back(at::empty(shape, local._values().options()));
         all += count;
     }
     if (all > 0) {
-        gather(mine._indices().contiguous(), indices);
-        gather(mine._values().contiguous(), values);
+        gather(local._indices().contiguous(), indices);
+        gather(local._values().contiguous(), values);
     }
     at::Tensor sum;
     for (int rank = 0; rank < size; ++rank) {
-        auto part = at::_sparse_coo_tensor_unsafe(indices[rank], values[rank], mine.sizes(),
-                                                  mine._values().options().layout(at::kSparse));
+        auto part = at::_sparse_coo_tensor_unsafe(indices[rank], values[rank], local.sizes(),
+                                                  local._values().options().layout(at::kSparse));
         sum = sum.defined() ? sum.add(part) : part;
     }
     if (mean) sum = sum.div(size);
@@ -150,8 +150,8 @@ class BackendBase : public c10d::Backend {
         blocking.timeout = opts.timeout;
         blocking.asyncOp = false;
         sum_sparse(tensor, size_, op == c10d::ReduceOp::AVG,
-                   [&](const at::Tensor& mine, const Tensors& outs) {
-                       issue(all_gather_call(outs, mine), blocking)->wait();
+                   [&](const at::Tensor& local, const Tensors& outs) {
+                       issue(all_gather_call(outs, local), blocking)->wait();
                    });
         return c10::make_intrusive<CompletedWork>(Tensors{tensor});
     }
@@ -537,8 +537,8 @@ class BackendBase : public c10d::Backend {
                           " and receives it into shape ", received.sizes());
     }
 
-    void same_bytes(uint64_t mine, uint64_t expected, const Kind& kind) const {
-        TORCH_CHECK_VALUE(mine == expected, "shm ", kind.name, ": rank ", rank_, " has ", mine,
+    void same_bytes(uint64_t bytes, uint64_t expected, const Kind& kind) const {
+        TORCH_CHECK_VALUE(bytes == expected, "shm ", kind.name, ": rank ", rank_, " has ", bytes,
                           " bytes, but the other side expects ", expected);
     }
 

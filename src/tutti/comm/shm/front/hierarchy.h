@@ -106,7 +106,7 @@ class HierarchicalBackend : public BackendBase {
 
     void setTimeout(std::chrono::milliseconds timeout) override {
         BackendBase::setTimeout(timeout);
-        all_->setTimeout(timeout);  // of messages between hosts
+        all_->setTimeout(timeout);  // for messages between hosts
     }
 
     // gloo's monitored barrier names the ranks of all hosts that have not arrived. Collectives of
