@@ -150,15 +150,15 @@ def test_a_directory_is_its_files_in_the_order_of_their_paths(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     dataset = byte_dataset(tmp_path, seq_len=3)
-    whole = b"zeroonetwo"
+    whole = b"zero\0one\0two\0"
     assert bytes(dataset.train.batch([0])[0][0].tolist()) == whole[:3]
-    assert bytes(dataset.test.batch([0])[0][0].tolist()) == whole[6:9]
+    assert bytes(dataset.test.batch([0])[0][0].tolist()) == whole[9:12]
 
 
 def test_too_little_text_is_reported_with_its_size(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("short")
     (tmp_path / "empty").write_text("")
-    with pytest.raises(DataError, match=r"short has 5 bytes.*2 × 4"):
+    with pytest.raises(DataError, match=r"short has 5 tokens.*2 × 4"):
         byte_dataset(tmp_path / "short", seq_len=3)
     with pytest.raises(DataError, match="empty is empty"):
         byte_dataset(tmp_path / "empty", seq_len=3)

@@ -20,19 +20,23 @@ if TYPE_CHECKING:
         as_dataset,
         as_samples,
     )
+    from tutti.data.documents import CompletionSamples, document_dataset
     from tutti.data.image_datasets import cifar100_dataset, digits_dataset, fashion_mnist_dataset
+    from tutti.data.image_folder import ImageFiles, image_folder_dataset
     from tutti.data.loader import Batch, BatchIndices, Loader, evaluation_loader
     from tutti.data.sampler import Draw, GlobalSampler, Position
     from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
     from tutti.data.text_datasets import TokenSamples, byte_dataset, stdlib_dataset, token_dataset
 
 # Modules that need only numpy come first.
-_MODULES = ("sampler", "dataset", "loader", "synthetic", "image_datasets", "text_datasets")
+_MODULES = ["sampler", "dataset", "loader", "synthetic", "image_datasets", "text_datasets"]
+_MODULES += ["documents", "image_folder"]
 
 __all__ = ["Batch", "BatchIndices", "DataError", "Loader", "evaluation_loader"]
 __all__ += ["Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"]
 __all__ += ["Draw", "GlobalSampler", "Position", "synthetic_dataset", "synthetic_text_dataset"]
 __all__ += ["cifar100_dataset", "digits_dataset", "fashion_mnist_dataset"]
+__all__ += ["CompletionSamples", "ImageFiles", "document_dataset", "image_folder_dataset"]
 __all__ += ["TokenSamples", "byte_dataset", "stdlib_dataset", "token_dataset"]
 
 

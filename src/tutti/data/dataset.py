@@ -123,6 +123,7 @@ class Dataset:
     test: Samples
     classes: int | None = None
     vocabulary: int | None = None
+    padded: bool = False  # whether targets contain -100, which have no loss
 
     @property
     def input_shape(self) -> tuple[int, ...]:

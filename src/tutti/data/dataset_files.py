@@ -9,9 +9,12 @@ from pathlib import Path
 from tutti.data import DataError
 from tutti.data.download import Remote, published_files
 
-DATASETS = ("digits", "fashion-mnist", "cifar100", "stdlib", "text", "tokens", "synthetic")
-TEXT_DATASETS = ("stdlib", "text", "tokens")
-IMAGE_DATASETS = ("digits", "fashion-mnist", "cifar100")
+# Datasets of the user's own files, with their path in the name: text:FILE, images:FOLDER.
+FILE_DATASETS = ("text", "tokens", "jsonl", "parquet", "images")
+DATASETS = ("digits", "fashion-mnist", "cifar100", "stdlib", "synthetic", *FILE_DATASETS)
+TEXT_DATASETS = ("stdlib", "text", "tokens", "jsonl", "parquet")
+IMAGE_DATASETS = ("digits", "fashion-mnist", "cifar100", "images")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 BYTE_VOCABULARY_SIZE = 256  # vocabulary of text that is read as bytes
 
 # Number of classes, and (channels, height, width) of one image; digits are scaled to --pixels.
@@ -43,20 +46,73 @@ CIFAR100_ARCHIVE = Remote(
 )
 
 
+# The first characters of the files of a Hugging Face tokenizer.
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder of a Hugging Face model has a tokenizer."""
+    return any(path.name.startswith(TOKENIZER_FILES) for path in folder.iterdir())
+
+
+def dataset_kind(name: str) -> str:
+    """Return the kind of a dataset: `text` for text:FILE, otherwise the name itself."""
+    kind = name.partition(":")[0]
+    return kind if kind in FILE_DATASETS else name
+
+
+def dataset_path(name: str, data_dir: Path) -> Path:
+    """Return the path in text:PATH, or --data-dir if the name has no path."""
+    kind, colon, path = name.partition(":")
+    return Path(path).expanduser() if colon and kind in FILE_DATASETS else data_dir
+
+
+def parts_of(path: Path, suffix: str = "") -> tuple[Path, Path | None]:
+    """Return the training part and the test part of a folder with both, else (path, None)."""
+    train = path / f"train{suffix}"
+    tests = [path / f"{name}{suffix}" for name in ("test", "val", "validation")]
+    test = next((part for part in tests if part.exists()), None)
+    return (train, test) if train.exists() and test is not None else (path, None)
+
+
+def class_folders(folder: Path) -> list[Path]:
+    """Return the folders of an image dataset, one per class, in order of their names."""
+    found = [f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")]
+    return sorted(found, key=lambda folder: folder.name)
+
+
 def check_files(dataset: str, path: Path, download: bool = False) -> None:
     """Raise DataError if a file or directory of a dataset is missing. Downloads nothing."""
+    dataset = dataset_kind(dataset)
     if dataset in ("fashion-mnist", "cifar100") and not download:
         if dataset == "fashion-mnist":
             published_files(FASHION_MNIST_FILES, path, download=False)
         elif cifar100_folder(path) is None:
             published_files([CIFAR100_ARCHIVE], path, download=False)
-    elif dataset == "text":
+    elif dataset in ("text", "jsonl", "parquet"):
+        wanted = "a file or a directory"
+        if dataset != "text":
+            wanted = f"a .{dataset} file, or a directory with train.{dataset} and test.{dataset}"
+            if path.is_dir():
+                path, test = parts_of(path, f".{dataset}")
+                if test is None:
+                    raise DataError(f"{path} is a directory: give {wanted}")
         if not path.exists():
-            raise DataError(f"text {path} does not exist: give a file or a directory")
+            raise DataError(f"{path} does not exist: give {wanted}")
         if path.is_file() and not path.stat().st_size:
-            raise DataError(f"{path} is empty: give a file with text")
+            raise DataError(f"{path} is empty: give {wanted}")
         if not os.access(path, os.R_OK):
-            raise DataError(f"text {path} cannot be read: check its permissions")
+            raise DataError(f"{path} cannot be read: check its permissions")
+    elif dataset == "images":
+        if not path.is_dir():
+            problem = "is a file" if path.is_file() else "does not exist"
+            raise DataError(f"{path} {problem}: give a folder with one folder of images per class")
+        for part in parts_of(path):
+            if part is not None and len(class_folders(part)) < 2:
+                raise DataError(
+                    f"{part} has {len(class_folders(part))} folders: give a folder with one folder "
+                    "of images for each of at least 2 classes"
+                )
     elif dataset == "tokens":
         if not path.is_dir():
             problem = "is a file" if path.is_file() else "does not exist"

@@ -12,7 +12,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,27 +36,39 @@ class Remote:
 
 def ensure(files: Sequence[Remote], directory: Path, *, cure: str) -> None:
     """Download the `files` that are missing in `directory`. Error messages end with `cure`."""
+
+    def download() -> None:
+        for file in _missing(files, directory):
+            print(f"downloading {file.url} to {directory}", file=sys.stderr, flush=True)
+            _download(file, directory, cure)
+
     if not _missing(files, directory):
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory / ".download.lock") as (log, waited):
-            missing = _missing(files, directory)
-            # If the process that held the lock failed, raise its error at once. Otherwise, all
-            # ranks of a node would wait for the same timeout one after another.
-            failure = log.read().decode() if waited else ""
-            if missing and failure:
-                raise DataError(failure)
-            log.truncate(0)
-            try:
-                for file in missing:
-                    print(f"downloading {file.url} to {directory}", file=sys.stderr, flush=True)
-                    _download(file, directory, cure)
-            except DataError as error:
-                log.write(str(error).encode())
-                raise
+        lock = directory / ".download.lock"
+        once_per_directory(lock, lambda: bool(_missing(files, directory)), download)
     except OSError as error:
         raise DataError(f"cannot write to {directory}: {error.strerror}; {cure}") from error
+
+
+def once_per_directory(lock: Path, needed: Callable[[], bool], make: Callable[[], None]) -> None:
+    """Call `make` in one process at a time, and only while `needed()`; the others wait for it.
+
+    If the process that held the lock failed, the waiting processes raise its error at once.
+    Otherwise, all ranks of a node would run into the same error one after another.
+    """
+    with _lock(lock) as (log, waited):
+        if not needed():
+            return
+        if failure := log.read().decode() if waited else "":
+            raise DataError(failure)
+        log.truncate(0)
+        try:
+            make()
+        except DataError as error:
+            log.write(str(error).encode())
+            raise
 
 
 def _missing(files: Sequence[Remote], directory: Path) -> list[Remote]:

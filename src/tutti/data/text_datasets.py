@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
-from tutti.data.dataset_files import BYTE_VOCABULARY_SIZE, check_files
+from tutti.data.dataset_files import BYTE_VOCABULARY_SIZE, check_files, parts_of
 
 DTYPES = ("uint8", "uint16", "uint32")
 TEST_FRACTION = 0.05
@@ -130,23 +130,40 @@ def _memory_map_tokens(path: Path, metadata: Mapping[str, Any]) -> Tokens:
 def byte_dataset(path: Path | str, seq_len: int) -> Dataset:
     """Return the bytes of a file, or of all files below a directory in the order of their paths.
 
-    The test set is the end of the text. Names that begin with a dot are skipped.
+    Byte 0 separates files. A directory with the parts `train` and `test` (or `val`) has its own
+    test set; otherwise the end of the text is the test set. Names that begin with a dot are
+    skipped.
     """
     path = Path(path)
     check_files("text", path)
+    parts = [part for part in parts_of(path) if part is not None]
+    texts = [_read_bytes(part) for part in parts]
+    return packed_dataset(path.name, texts, seq_len, BYTE_VOCABULARY_SIZE)
+
+
+def _read_bytes(path: Path) -> Tokens:
     if path.is_file():
-        text: Tokens = np.memmap(path, dtype=np.uint8, mode="c")
-    else:
-        text = _concatenate(_files(path))
-    window = seq_len + 1
-    if len(text) < 2 * window:
-        raise DataError(
-            f"{path} has {len(text)} bytes, but a training window and a test window need 2 × "
-            f"{window}. Use a shorter sequence or more text."
-        )
-    # Each set has at least one window, even for a short text.
-    end = len(text) - min(max(round(len(text) * TEST_FRACTION), window), len(text) - window)
-    return _splits(path.name, text[:end], text[end:], seq_len)
+        return np.memmap(path, dtype=np.uint8, mode="c")
+    return _concatenate(text_files(path), separator=b"\0")
+
+
+def packed_dataset(name: str, texts: Sequence[Tokens], seq_len: int, vocabulary: int) -> Dataset:
+    """Return windows of one text, whose end is the test set, or of a training and a test text."""
+    if len(texts) == 1:
+        window, (text,) = seq_len + 1, texts
+        if len(text) < 2 * window:
+            raise DataError(
+                f"{name} has {len(text)} tokens, but a training window and a test window need 2 × "
+                f"{window}. Use a shorter sequence or more text."
+            )
+        # Each set has at least one window, even for a short text.
+        end = len(text) - min(max(round(len(text) * TEST_FRACTION), window), len(text) - window)
+        texts = [text[:end], text[end:]]
+    train, test = (
+        TokenSamples(text, seq_len, vocabulary, f"{kind} text of {name}")
+        for kind, text in zip(("training", "test"), texts, strict=True)
+    )
+    return Dataset(name, train, test, vocabulary=vocabulary)
 
 
 def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
@@ -160,16 +177,17 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     # Leave out installed packages, tests and tables of code points, and also build files, which
     # differ between machines.
     excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings")
-    files = _files(root, excluded, prefixes=("config-", "_sysconfigdata", "."))
+    files = text_files(root, excluded, prefixes=("config-", "_sysconfigdata", "."))
     modules = [path for path in files if path.suffix == ".py"]
     interval = round(1 / TEST_FRACTION)
     held_out = set(modules[interval - 1 :: interval])
     test_limit = round(limit * TEST_FRACTION)
     train = _concatenate((p for p in modules if p not in held_out), limit - test_limit)
-    return _splits("stdlib", train, _concatenate(sorted(held_out), test_limit), seq_len)
+    texts = [train, _concatenate(sorted(held_out), test_limit)]
+    return packed_dataset("stdlib", texts, seq_len, BYTE_VOCABULARY_SIZE)
 
 
-def _files(
+def text_files(
     root: Path, skipped: Sequence[str] = (), prefixes: tuple[str, ...] = (".",)
 ) -> Iterator[Path]:
     """Yield all files below `root`, in an order that does not depend on the file system."""
@@ -182,16 +200,10 @@ def _files(
         yield from (path for name in kept(names) if (path := Path(folder, name)).is_file())
 
 
-def _concatenate(paths: Iterable[Path], limit: int | None = None) -> Tokens:
+def _concatenate(paths: Iterable[Path], limit: int | None = None, separator: bytes = b"") -> Tokens:
     text = bytearray()
     for path in paths:
-        text += path.read_bytes()
+        text += path.read_bytes() + separator
         if limit is not None and len(text) >= limit:
             break
     return np.frombuffer(text[:limit], dtype=np.uint8)
-
-
-def _splits(name: str, train: Tokens, test: Tokens, seq_len: int) -> Dataset:
-    train_samples = TokenSamples(train, seq_len, BYTE_VOCABULARY_SIZE, f"training text of {name}")
-    test_samples = TokenSamples(test, seq_len, BYTE_VOCABULARY_SIZE, f"test text of {name}")
-    return Dataset(name, train_samples, test_samples, vocabulary=BYTE_VOCABULARY_SIZE)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from tutti import data
 from tutti.data import DataError
 from tutti.data.dataset import Dataset
-from tutti.data.dataset_files import DATASETS
+from tutti.data.dataset_files import DATASETS, dataset_kind, dataset_path, has_tokenizer
 from tutti.models.config import (
     EfficientNetConfig,
     GPTConfig,
@@ -278,10 +279,13 @@ def _load_dataset(recipe: Recipe) -> Dataset:
         return make(options.data_dir, download=options.download)
     if name == "stdlib":
         return data.stdlib_dataset(options.seq_len)
-    if name == "text":
-        return data.byte_dataset(options.data_dir, options.seq_len)
-    if name == "tokens":
-        return data.token_dataset(options.data_dir, options.seq_len)
+    kind, path = dataset_kind(name), dataset_path(name, options.data_dir)
+    if kind == "tokens":
+        return data.token_dataset(path, options.seq_len)
+    if kind in ("text", "jsonl", "parquet"):
+        return data.document_dataset(kind, path, options.seq_len, tokenizer_folder(recipe.model))
+    if kind == "images":
+        return data.image_folder_dataset(path, options.pixels)
     if name == "synthetic":
         sizes = recipe.architecture
         if (folder := hugging_face_folder(recipe.model, weights=False)) and folder.vocabulary:
@@ -298,6 +302,13 @@ def _load_dataset(recipe: Recipe) -> Dataset:
     function = load_function(name, "--dataset", DATASETS)
     with seeded_generators(recipe.length.seed):
         return data.as_dataset(function(), name)
+
+
+def tokenizer_folder(model: str) -> Path | None:
+    """Return the folder of the tokenizer of hf:FOLDER; without one, text is read as bytes."""
+    source = split_source(model)
+    folder = Path(source[1]) if source and source[0] == "hf" else None
+    return folder if folder and has_tokenizer(folder) else None
 
 
 def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[[], Any]:

@@ -195,7 +195,7 @@ class Trainer:
             own_time=layout.only_replicas and layout.dp > 1 and not waits_in_step,
             forward_time=recipe.batching.split == "measured",
         )
-        self.task = Task(padded=recipe.data.padded, model=recipe.model)
+        self.task = Task(padded=recipe.data.padded or dataset.padded, model=recipe.model)
         self.stepper = Step(
             self.engine,
             self.optimizer,

@@ -33,13 +33,14 @@ class Data:
 
     dataset: str = "digits"
     """Dataset: digits, fashion-mnist, cifar100, stdlib (source text of Python's standard library),
-    text, tokens, synthetic, or package.module:function, a function that returns (train, test)."""
+    synthetic; your own files as text:PATH, jsonl:PATH, parquet:PATH, tokens:FOLDER or
+    images:FOLDER; or package.module:function, a function that returns (train, test)."""
     data_dir: Path = Path("data")
-    """Directory of the dataset and of downloads. For text, it may be a file."""
+    """Directory of fashion-mnist and cifar100, and of text and tokens without a path."""
     download: bool = False
     """Download fashion-mnist or cifar100 into --data-dir if it is missing."""
     pixels: int = 28
-    """Height and width of digits and synthetic images, in pixels."""
+    """Height and width of digits, synthetic images and images:FOLDER, in pixels."""
     seq_len: int = 256
     """Number of tokens per sample of text."""
     padded: bool = False

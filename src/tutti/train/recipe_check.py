@@ -22,6 +22,9 @@ from tutti.data.dataset_files import (
     IMAGE_SIZES,
     TEXT_DATASETS,
     check_files,
+    dataset_kind,
+    dataset_path,
+    has_tokenizer,
 )
 from tutti.models.config import GPTConfig, LeNetConfig, OwnModelConfig, WideResNetConfig
 from tutti.models.pretrained import ModelError, check_source, read_folder, split_source
@@ -40,6 +43,7 @@ from tutti.train.recipe import RECIPES, Architecture, Recipe
 from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError, did_you_mean
 
+_BYTE_DATASETS = ("stdlib", "text", "jsonl", "parquet")  # read as bytes by the model gpt
 # Stands for the length of the training set, which is not known before the dataset is loaded.
 MANY_SAMPLES = 1 << 40
 
@@ -94,6 +98,7 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
     """Return the fields that this recipe does not use, each with the flag that is the reason."""
     data, optimization, length = recipe.data, recipe.optimization, recipe.length
     own_model, synthetic = recipe.model not in RECIPES, data.dataset == "synthetic"
+    kind = dataset_kind(data.dataset)
     text = isinstance(recipe.architecture, GPTConfig) or recipe.model.startswith("hf:")
     with_dataset = "--benchmark" if benchmark else f"--dataset {data.dataset}"
     unused: dict[str, str] = {}
@@ -101,9 +106,9 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
         unused["data_dir"] = with_dataset
     if data.dataset not in ("fashion-mnist", "cifar100"):
         unused["download"] = with_dataset
-    if data.dataset != "digits" and not (synthetic and not text):
+    if kind not in ("digits", "images") and not (synthetic and not text):
         unused["pixels"] = with_dataset
-    if data.dataset not in TEXT_DATASETS and not (synthetic and text):
+    if kind not in TEXT_DATASETS and not (synthetic and text):
         unused["seq_len"] = with_dataset
     if own_model:
         # Synthetic samples for your own model have the sizes in the architecture.
@@ -163,12 +168,12 @@ def _check_model(recipe: Recipe) -> None:
             f"--model {model} does not fit the recipe: use --recipe {model}, with --dataset and "
             "other flags"
         )
-    elif model == "gpt" and recipe.data.dataset in IMAGE_DATASETS:
+    elif model == "gpt" and dataset_kind(recipe.data.dataset) in IMAGE_DATASETS:
         raise UsageError(
             f"--model gpt needs text, but dataset {recipe.data.dataset} has no text: use --dataset "
             "stdlib"
         )
-    elif model != "gpt" and recipe.data.dataset in TEXT_DATASETS:
+    elif model != "gpt" and dataset_kind(recipe.data.dataset) in TEXT_DATASETS:
         raise UsageError(
             f"--model {model} needs images, but dataset {recipe.data.dataset} has text: use "
             "another --dataset"
@@ -185,19 +190,20 @@ def _check_hugging_face(recipe: Recipe, source: str, name: str) -> None:
     if folder is None:
         return
     data, config = recipe.data, folder.path / "config.json"
-    if data.dataset in IMAGE_DATASETS:
+    kind = dataset_kind(data.dataset)
+    if kind in IMAGE_DATASETS:
         raise UsageError(
             f"--model {recipe.model} needs text, but dataset {data.dataset} has none: use "
-            "--dataset text, with the text in --data-dir"
+            "--dataset text:FILE"
         )
-    if data.dataset not in (*TEXT_DATASETS, "synthetic"):
+    if kind not in (*TEXT_DATASETS, "synthetic"):
         return
     if folder.max_seq_len is not None and data.seq_len > folder.max_seq_len:
         raise UsageError(
             f"--seq-len {data.seq_len} is longer than the model's {folder.max_seq_len} positions "
             f"({config}): use --seq-len {folder.max_seq_len} or less"
         )
-    bytes_only = data.dataset in ("stdlib", "text")
+    bytes_only = kind == "stdlib" or (kind != "tokens" and not has_tokenizer(folder.path))
     if bytes_only and folder.vocabulary is not None and folder.vocabulary < BYTE_VOCABULARY_SIZE:
         raise UsageError(
             f"--dataset {data.dataset} has {BYTE_VOCABULARY_SIZE} tokens, but the model has "
@@ -214,12 +220,15 @@ def _check_dataset(recipe: Recipe) -> None:
         and not synthetic_text
     ):
         own = "package.module:function, which returns (train, test)"
-        cure = f"text with --data-dir FILE, or {own}" if synthetic_text else own
+        cure = f"text:FILE, jsonl:FILE, or {own}" if synthetic_text else own
         raise UsageError(f"--model {recipe.model} needs data: add --dataset {cure}")
-    if data.dataset not in DATASETS:
+    kind, path = dataset_kind(data.dataset), dataset_path(data.dataset, data.data_dir)
+    if kind not in DATASETS:
         check_function(data.dataset, "--dataset", DATASETS)
+    if kind == data.dataset and kind in ("jsonl", "parquet", "images"):
+        raise UsageError(f"--dataset {kind} needs a path: write --dataset {kind}:PATH")
     try:
-        check_files(data.dataset, data.data_dir, data.download)
+        check_files(kind, path, data.download)
     except DataError as error:
         raise UsageError(f"--dataset {data.dataset}: {error}") from None
     if data.dataset == "digits" and data.pixels < 8:
@@ -236,8 +245,9 @@ def _dataset_sizes(recipe: Recipe) -> dict[str, int]:
     if recipe.model not in RECIPES:
         return {}
     if isinstance(recipe.architecture, GPTConfig):
-        sizes = {"vocab_size": BYTE_VOCABULARY_SIZE} if data.dataset in ("stdlib", "text") else {}
-        known = data.dataset in (*TEXT_DATASETS, "synthetic")
+        kind = dataset_kind(data.dataset)
+        sizes = {"vocab_size": BYTE_VOCABULARY_SIZE} if kind in _BYTE_DATASETS else {}
+        known = kind in (*TEXT_DATASETS, "synthetic")
         return sizes | ({"max_seq_len": data.seq_len} if known else {})
     if data.dataset == "synthetic":
         return {"image_size": data.pixels}
@@ -306,7 +316,8 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
         needs["the parameters, which the model's sizes determine,"] = (
             4 * _min_parameters(config, data.pixels) * layout.dp
         )
-    if data.dataset in ("stdlib", "text", "tokens", "synthetic") and isinstance(config, GPTConfig):
+    kind = dataset_kind(data.dataset)
+    if kind in (*TEXT_DATASETS, "synthetic") and isinstance(config, GPTConfig):
         needs[f"a batch of {rank_batch} × --seq-len {data.seq_len}"] = 8 * rank_batch * data.seq_len
     elif data.dataset in ("digits", "synthetic") and not isinstance(
         config, GPTConfig | OwnModelConfig
@@ -366,7 +377,8 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
         check_divides(layout.tp, config.heads, "heads")
         check_divides(layout.tp, config.key_value_heads, "key and value heads (--kv-heads)")
         check_divides(layout.tp, config.hidden, "hidden values of the MLP (--mlp-dim)")
-        if recipe.data.dataset in ("stdlib", "text", "synthetic"):  # others may have more tokens
+        # Token files may have more tokens.
+        if dataset_kind(recipe.data.dataset) in (*_BYTE_DATASETS, "synthetic"):
             vocabulary = max(config.vocab_size, sizes.get("vocab_size", 0))
             check_divides(layout.tp, vocabulary, "tokens of the vocabulary (--vocab-size)")
         if parallel.sequence_parallel and "max_seq_len" in sizes:
