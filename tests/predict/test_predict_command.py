@@ -152,7 +152,7 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run run --tokens 3", "--tokens has no effect without --prompt"),
         ("--run run --limit 0", "--limit must be at least 1, got 0"),
         ("--run run --dataset digits", "model gpt needs text"),
-        ("--run run --data-dir missing", "text missing does not exist"),
+        ("--run run --data-dir missing", "missing does not exist"),
         ("--run run --out /proc/no/x", "--out /proc/no/x: No such file"),
         ("--run run --prompt=", "prompt 0 is empty"),
         ("--run run --prompts empty", "--prompts empty is empty"),
