@@ -109,7 +109,7 @@ GPT = ["--recipe", "gpt"]
         # flags that the model, the dataset, the optimizer or another flag makes useless
         (["--classes", "5"], "--classes 5 has no effect: dataset digits has 10"),
         (["--channels", "3"], "--channels 3 has no effect"),
-        (["--image-size", "32"], "use --pixels 32"),
+        (["--image-size", "32"], "--pixels 32"),
         ([*GPT, "--vocab-size", "10"], "--vocab-size 10 has no effect: dataset stdlib has 256"),
         ([*GPT, "--max-seq-len", "64"], "--seq-len 64"),
         ([*GPT, "--pixels", "32"], "--pixels 32 has no effect with --dataset stdlib"),
