@@ -93,7 +93,7 @@ def test_ranks_that_disagree_point_to_a_missing_sum() -> None:
     queries = [name for name, role in ROLES.items() if role == "attention.wq"]
     text = _text(replace(FINE, gradients=_inconsistent(*queries, spread=0.4)), layout="shard2")
     assert "only attention.wq parameters are wrong" in text
-    assert "ranks disagree: not summed over shard = 2" in text
+    assert "ranks disagree: gradients were not summed over shard = 2" in text
     text = _text(replace(FINE, gradients=_inconsistent(*ROLES, spread=0.4)), layout="dp4")
     assert text.startswith("all gradients differ between ranks; the worst is embed.weight")
     assert "not summed over dp = 4" in text

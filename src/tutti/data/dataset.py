@@ -38,7 +38,7 @@ class Samples(ABC):
         return self.prepare(*self.fetch(torch.as_tensor(indices, dtype=torch.int64)))
 
     def to(self, device: torch.device) -> "Samples":
-        """Return the same samples stored on `device`, where `fetch` then works."""
+        """Return the same samples stored on `device`. Their `fetch` returns tensors on `device`."""
         name = type(self).__name__
         raise DataError(f"{name} cannot be stored on the device: leave out --data-on-device")
 
@@ -85,8 +85,8 @@ class MapSamples(Samples):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise DataError(
-                f"{type(dataset).__name__} has no length or no index, which ranks need to divide "
-                "it: use a map-style dataset with __len__ and __getitem__"
+                f"{type(dataset).__name__} cannot be divided among ranks, because it has no length "
+                "or no index: use a map-style dataset with __len__ and __getitem__"
             )
         self.dataset, self.collate = dataset, collate
 

@@ -195,7 +195,7 @@ def _gradients(
     )
     if disagree:
         axes = _shared_axes(setting.layout)
-        return f"{differ} between ranks; the worst is {worst_name}: not summed over {axes}"
+        return f"{differ} between ranks; the worst is {worst_name}: it was not summed over {axes}"
     if factor is not None:
         return f"{differ} by a common factor; they are {_size(factor)}: {_cause(factor, setting)}"
     missing = (1 - step.loss.factor) * samples
@@ -228,9 +228,10 @@ def _one_role(
         wrong_part = f"only {role} parameters are wrong{size}, {len(bad)} of {total}; the worst is "
         wrong_part += worst(bad).name
     if role == "norm" and setting.layout.tp > 1 and (disagree or factor is None):
-        return f"{wrong_part}: not reduced over tp (each rank has a part of the sequence)"
+        return f"{wrong_part}: gradients were not reduced over tp (ranks split the sequence)"
     if disagree:
-        return f"{wrong_part}, and ranks disagree: not summed over {_shared_axes(setting.layout)}"
+        axes = _shared_axes(setting.layout)
+        return f"{wrong_part}, and ranks disagree: gradients were not summed over {axes}"
     if factor is None:
         return f"{wrong_part}, by no common factor"
     return f"{wrong_part}: {_cause(factor, setting)}"
@@ -240,7 +241,7 @@ def _loss(factor: float, setting: Setting) -> str:
     causes = list(_equal_sizes(factor, setting))
     text = f"the loss is {_size(factor)}, but all gradients agree"
     if factor > 1 and causes:
-        return f"{text}: the factor is {' and '.join(causes)}, so it is summed once per rank"
+        return f"{text}: the factor is {' and '.join(causes)}, so every rank adds the whole loss"
     if causes:
         return f"{text}: the factor is 1 / {' and 1 / '.join(causes)}, so only a part is summed"
     return f"{text}: the reported loss is not the loss that is minimised"
@@ -253,7 +254,7 @@ def _norm(factor: float, setting: Setting) -> str:
     text = f"gradients agree, but the norm for clipping is {_size(factor)}"
     if causes:
         problem = (
-            "it is counted once per rank" if factor > 1 else "a part of the squares is missing"
+            "every rank counts the same squares" if factor > 1 else "a part of the sum is missing"
         )
         return f"{text}, the root of {' or '.join(causes)}: {problem}"
     axes = [axis for axis in ("pp", "tp", "shard") if setting.layout.axes[axis] > 1]
@@ -275,7 +276,7 @@ def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Toleran
             f"{text}; {buffer.name} is {_size(buffer.factor)}: it was updated in recomputed or "
             "padded microbatches, or not in all microbatches"
         )
-    return f"{text}: it depends on different samples, or samples have different weights"
+    return f"{text}: its samples differ, or its samples have different weights"
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:

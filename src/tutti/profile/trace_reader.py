@@ -372,7 +372,8 @@ class _TraceReader:
                 step.start, step.end = float(starts[first]), float(ends[last])
         for step, following in pairwise(self.steps):
             step.end = following.start
-        if self.steps:  # kernels launched before the recording began have no launch event
+        # Collectives before the first step were launched before the recording began. Drop them.
+        if self.steps:
             first_start = self.steps[0].start
             self.collectives = [call for call in self.collectives if call.end > first_start]
 

@@ -241,7 +241,7 @@ class Heap:
         offset, full = -1, None
         try:
             offset = self._allocator.allocate(bytes)
-        except UsageError as error:  # raised after the check that all ranks make the same call
+        except UsageError as error:  # raised below, after the ranks have compared their calls
             full = error
         try:
             if zero and full is None:

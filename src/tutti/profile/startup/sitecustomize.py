@@ -45,8 +45,8 @@ def _begin_capture(settings: dict[str, Any]) -> None:
 class _TorchImportHook(MetaPathFinder):
     """Finds torch as usual, and begins the capture once torch is imported.
 
-    The hook stays installed until torch is executed, because libraries may only search for the spec
-    of torch before that.
+    The hook stays installed until torch is executed, because a library may look up the spec of
+    torch (to check whether torch is installed) without importing torch.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
