@@ -56,7 +56,7 @@ class HuggingFaceFolder:
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of tokens that the model knows, or None if config.json does not say it."""
+        """The size of the vocabulary, or None if it is not in config.json."""
         return _integer(self.config, "vocab_size")
 
     @property
@@ -168,7 +168,7 @@ def read_header(file: Path) -> dict[str, SavedTensor]:
         raise ModelError(f"{damaged} (its header does not parse): copy the file again") from None
     if end != size:
         raise ModelError(
-            f"{file} is truncated: its header describes {end} bytes, the file has {size}: copy the "
+            f"{file} is truncated: its header describes {end} bytes, but it has {size}: copy the "
             "file again"
         )
     for tensor in tensors.values():

@@ -1,7 +1,7 @@
 """Parts of a typical step: from recorded steps, calibrated to steps without the profiler.
 
-Recording slows the host. On a CPU operators take longer, and so do the short gaps around them. On a
-GPU only the short gaps between kernels grow, because the host launches kernels later. Recording
+Recording slows the host. On a CPU operators and the short gaps around them take longer. On a GPU
+only the short gaps between kernels grow, because the host launches kernels later. Recording
 does not change how long a program sleeps, waits for data or moves data. Therefore only the slowed
 parts are scaled, all by one factor, until the parts add up to a typical step without the profiler.
 """
@@ -19,7 +19,7 @@ _MIN_TIMED_STEPS = 3  # a median of fewer steps is not robust to one slow step
 
 @dataclass(frozen=True)
 class CalibratedStep:
-    """The parts of a typical step, in seconds, and what the factor does not explain."""
+    """The parts of a typical step, in seconds, and the time that they do not explain."""
 
     parts: dict[str, float]
     factor: float  # seconds without the profiler / recorded seconds, of the slowed parts

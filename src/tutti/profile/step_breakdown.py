@@ -330,9 +330,9 @@ def straggler_rows(
 
 
 def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row of `stragglers[]` that costs most by its own fault, or None.
+    """Return the row of `stragglers[]` with the largest gain, or None.
 
-    Ranks that are late in most steps come first. Files of older versions have no `gain_s`.
+    Ranks that are late in most steps take precedence. Files of older versions have no `gain_s`.
     """
     late = [row for row in rows if row["straggler"]]
     by_gain = [(row["steady"], row.get("gain_s", row["cost_s"]["mean"])) for row in late]
