@@ -126,7 +126,8 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
         store.set(f"{key}/given-up", "")
         raise raised from None
     if raised is not None and store.check([f"{key}/given-up"]):
-        raise raised  # this rank failed late, because the rank that failed first has ended
+        # Another rank failed first and has given up. This rank failed because of that rank.
+        raise raised
     reasons = [message for message in found if message is not None]
     return (None, reasons[0]) if reasons else (result, "")
 

@@ -27,9 +27,8 @@ class Pairs(bench.ExpectFlags):
 
     Both sides of a pair do the same work in turn in one process group, and their results are
     compared. The speed-up is the median over rounds of baseline time / optimized time, and its
-    spread is the quartiles.
-    A pair whose requirements are not met is skipped with the reason. The exit code is 1 if results
-    differ. Ctrl-C keeps the results so far.
+    spread is the quartiles. A pair whose requirements are not met is skipped with the reason. The
+    exit code is 1 if results differ. Ctrl-C keeps the results so far.
     """
 
     list: bool = False
@@ -150,7 +149,7 @@ def _print_end(runs: "PairedRuns", wrong: int) -> None:
     measured = [row for row in runs.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
     if measured:
-        print_note(f"faster beyond the spread: {faster} of {len(measured)}")
+        print_note(f"{faster} of {len(measured)} pairs are faster by more than the spread")
     if wrong:
         print_note(f"results of {wrong} pairs differ: FAILED")
     if runs.stopped:

@@ -37,7 +37,8 @@ class RingBuffer(Structure):
 
     Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
     `filled` (acquire) before it reads the slot. `emptied` does the same in the other direction. On
-    CUDA each end synchronises its stream before it stores its word, which blocks the host.
+    CUDA each end synchronises its stream before it stores `filled` or `emptied`, which blocks the
+    host.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from tutti.world.errors import UsageError
 _PAGE = 4096
 _LINE = 64
 _TEXT = 512  # size in bytes of a text that ranks exchange
-_LEFT = _LINE  # 1 if the rank has left the heap
+_LEFT = _LINE  # offset of a word that is 1 if the rank has left the heap
 _BARRIERS = 2 * _LINE  # one line per channel
 _EXCHANGE = _BARRIERS + CHANNELS * _LINE  # the barrier that exchange() uses
 _PROGRESS = _EXCHANGE + _LINE  # the rank's progress in a collective
