@@ -23,6 +23,7 @@ import platform
 import queue
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,8 @@ CAUSES = {
 }
 TOLERANCE = 0.15
 STABILITY_RUNS = 10
-PROGRAMS = Path(__file__).with_name("planted_programs.py")
+PROGRAMS = Path(__file__).with_name("planted_programs.py").absolute()
+FORKED = PROGRAMS.with_name("forked_programs.py")  # runs them without the time of their imports
 
 
 @dataclass(frozen=True)
@@ -62,25 +64,23 @@ class Case:
         return f"{self.kind:<10} {load:<5} {self.cause:<7} {self.milliseconds:3.0f} ms"
 
 
-def run_case(case: Case, cores: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+def run_case(
+    case: Case, cpus: Sequence[int], options: argparse.Namespace, server: str
+) -> dict[str, Any]:
     """Run tutti scale on the program; returns its row with two ranks and the planted seconds."""
     with tempfile.TemporaryDirectory() as folder:
         times, out = Path(folder) / "times", Path(folder) / "out"
         times.mkdir()
         command = [sys.executable, "-m", "tutti", "scale", "--ranks", "1,2", "--device", "cpu"]
-        command += ["--mode", "weak", "--repeats", str(options.repeats), "--out", str(out)]
-        if case.kind == "tutti":
-            command += ["--recipe", "own", "--model", f"{PROGRAMS.stem}:model"]
-            command += ["--dataset", f"{PROGRAMS.stem}:dataset", "--batch", "32"]
-        else:
-            command += ["--", str(PROGRAMS), case.kind]
+        command += ["--repeats", str(options.repeats), "--out", str(out)]
+        command += ["--", str(FORKED), str(PROGRAMS), case.kind]
         env = os.environ | {"PLANT": f"{case.cause}:{case.milliseconds / 1e3}:{times}"}
-        env |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "FORK_SERVER": server}
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path if entry)
 
         def bind() -> None:
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, cpus)
 
         loop = None
         if case.busy:
@@ -109,23 +109,8 @@ def run_case(case: Case, cores: Sequence[int], options: argparse.Namespace) -> d
             "seconds": time.monotonic() - began,
             "planted_s": median(lost) if lost else 0.0,
             "row": results["rows"][1],
-            "runs": [run | {"recorded": _recorded_steps(run)} for run in results["runs"]],
+            "runs": results["runs"],
         }
-
-
-def _recorded_steps(run: dict[str, Any]) -> list[Any]:
-    """Return (rank, step, parts in µs) of each recorded step, and the timed steps of each rank."""
-    from tutti.profile.explain import explain, trace_files
-
-    explanation = explain(trace_files(Path(run["folder"])))
-    steps: list[Any] = [
-        [step.rank, step.step, {name: round(1e6 * part) for name, part in step.parts.items()}]
-        for step in explanation.steps
-    ]
-    for trace in explanation.traces:
-        timed = [round(1e6 * seconds) for seconds in trace.capture_info.get("step_s", [])]
-        steps.append([trace.rank, "timed", timed])
-    return steps
 
 
 def printed(result: dict[str, Any], cause: str) -> tuple[float, float, float]:
@@ -163,7 +148,7 @@ def plan(options: argparse.Namespace) -> list[Case]:
     loads = {"quiet": (False,), "busy": (True,), "both": (False, True)}[options.load]
     kinds, causes = options.kinds.split(","), options.causes.split(",")
     nothing = [Case(kind, "nothing", 0, busy) for busy in loads for kind in kinds]
-    nothing += [Case("ddp", "nothing", 0, False, n) for n in range(1, options.stability)]
+    again = [Case("ddp", "nothing", 0, False, n) for n in range(1, options.stability)]
     grid = [
         Case(kind, cause, float(size), busy)
         for kind in kinds
@@ -178,7 +163,9 @@ def plan(options: argparse.Namespace) -> list[Case]:
         rounds.append(seen[case.kind, case.cause])
         seen[case.kind, case.cause] += 1
     order = sorted(range(len(grid)), key=lambda index: rounds[index])
-    return nothing + [grid[index] for index in order]
+    ordered = [grid[index] for index in order]
+    once = len(kinds) * len(causes)  # every pair of program and cause
+    return nothing + ordered[:once] + again + ordered[once:]
 
 
 def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -269,7 +256,7 @@ def main() -> None:
             "results": results,
         }
 
-    def work(cores: Sequence[int]) -> None:
+    def work(cpus: Sequence[int]) -> None:
         longest = 0.0
         while time.monotonic() + longest < end:
             try:
@@ -277,7 +264,7 @@ def main() -> None:
             except queue.Empty:
                 return
             began = time.monotonic()
-            result = run_case(case, cores, options)
+            result = run_case(case, cpus, options, server)
             longest = max(longest, time.monotonic() - began)
             with lock:
                 results.append(result)
@@ -286,11 +273,17 @@ def main() -> None:
                 if options.json is not None:
                     options.json.write_text(json.dumps(content()))
 
-    threads = [threading.Thread(target=work, args=(cores,)) for cores in sets]
+    server = str(Path(tempfile.mkdtemp()) / "fork_server")
+    forks = subprocess.Popen([sys.executable, str(FORKED), "serve", server])
+    while not Path(server).exists():
+        time.sleep(0.1)
+    threads = [threading.Thread(target=work, args=(cpus,)) for cpus in sets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    forks.kill()
+    shutil.rmtree(Path(server).parent)
     summary = summarize(results)
     for each in summary.pop("cases"):
         print(

@@ -11,8 +11,8 @@ each step. The causes are
     wait      rank 1 sleeps in the model, and the other ranks wait for rank 1
     exposed   all ranks all-reduce tensors in the model while nothing computes
 
-The kinds of program are plain DDP, FSDP2, Accelerate, Lightning, and the Trainer of transformers.
-`model` and `dataset` are for tutti train.
+The kinds of program are plain DDP, FSDP2, Accelerate, Lightning, the Trainer of transformers, and
+tutti's own training.
 """
 
 import atexit
@@ -47,7 +47,7 @@ class Plant:
         self.matrix, self.message = torch.randn(192, 192), torch.ones(250_000)
         if self.cause != "nothing" and (self.cause != "wait" or self.rank == 1):
             path = Path(folder) / f"{os.getpid()}.json"
-            atexit.register(lambda: path.write_text(json.dumps(self.lost)))
+            atexit.register(lambda: self.lost and path.write_text(json.dumps(self.lost)))
 
     def lose(self, *causes: str) -> None:
         if self.cause not in causes or (self.cause == "wait" and self.rank != 1):
@@ -244,8 +244,18 @@ def hf_trainer() -> None:
         ).train()
 
 
+def tutti() -> None:
+    from tutti.cli.train import main
+
+    folder = os.environ["PLANT"].split(":", 2)[2]
+    flags = ["--recipe", "own", "--model", "planted_programs:model", "--batch", str(BATCH)]
+    flags += ["--dataset", "planted_programs:dataset", "--device", "cpu", "--no-evaluate"]
+    flags += ["--steps", "1000", "--out", f"{folder}/../train-{os.environ['MASTER_PORT']}"]
+    sys.exit(main(flags))
+
+
 PROGRAMS = {
-    program.__name__: program for program in (ddp, fsdp2, accelerate, lightning, hf_trainer)
+    program.__name__: program for program in (ddp, fsdp2, accelerate, lightning, hf_trainer, tutti)
 }
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def _run(ranks: int, repeat: int = 0, **fields: Any) -> MeasuredRun:
     step = _step(0.1 + exposed, compute=0.1, exposed=exposed)
     values: dict[str, Any] = {
         **{"folder": Path(f"ranks{ranks}-repeat{repeat}"), "flags": {}, "samples": 16.0 * ranks},
-        **{"step": step, "hidden": 0.0, "late": None, "slow": None},
+        **{"step": step, "recorded": {}, "hidden": 0.0, "late": None, "slow": None},
         **{"overhead": 1.0, "comm": COMM if ranks > 1 else [], "notes": []},
     }
     return MeasuredRun(ranks=ranks, repeat=repeat, **values | fields)

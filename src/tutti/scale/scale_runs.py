@@ -199,6 +199,7 @@ class MeasuredRun:
     flags: dict[str, str]  # the flags that a sweep sets
     samples: float | None  # number of samples per step, over all ranks
     step: MeasuredStep
+    recorded: Mapping[str, float]  # the parts before the calibration, of which `pause` is a gap
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
     late: dict[str, Any] | None  # the rank for which the others wait longest, if any
@@ -216,6 +217,7 @@ class MeasuredRun:
             "step_s": self.step.seconds,
             "samples_per_step": self.samples,
             "parts_s": self.step.parts,
+            "recorded_parts_s": self.recorded,
             "recording_overhead": self.overhead,
             "late": self.late,
             "slow_steps": self.slow,
@@ -314,6 +316,7 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
             f"the {run.ranks} ranks do not communicate, so each rank trains alone. The script must "
             "call init_process_group and wrap its model in DDP or FSDP"
         )
+    recorded = recorded_parts(explanation)
     late = next((row for row in rows["stragglers"] if row["straggler"]), None)
     return MeasuredRun(
         ranks=run.ranks,
@@ -321,9 +324,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
         folder=folder,
         flags=run.flags,
         samples=_samples_per_step(folder, [info.get("batch") for info in infos]),
-        step=measured_step(
-            recorded_parts(explanation), step_times, any(t.on_device for t in explanation.traces)
-        ),
+        step=measured_step(recorded, step_times, any(t.on_device for t in explanation.traces)),
+        recorded=recorded,
         hidden=fmean(row["parts_share"]["hidden"] for row in ranks),
         comm=rows["comm"],
         late=late and {key: late[key] for key in _LATE_KEYS},
