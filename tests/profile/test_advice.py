@@ -246,6 +246,19 @@ def test_the_late_rank_is_the_one_whose_own_work_is_longer(tmp_path: Path) -> No
     assert "for rank 1" in _only(rows, "straggler")["finding"]
 
 
+def test_ranks_that_are_late_in_turn_are_not_late_ranks() -> None:
+    def row(rank: int, cost: float, **more: Any) -> dict[str, Any]:
+        share = {"cost_s": {"mean": cost}, "cost_share": cost, "gain_s": cost}
+        return {"rank": rank, "steady": False, "period": None} | share | more
+
+    in_turn = [row(0, 0.12), row(1, 0.1)]
+
+    assert late_rank(in_turn) is None
+    for late in (row(1, 0.1, period=5), row(1, 0.1, steady=True), row(1, 0.25)):
+        assert late_rank([row(0, 0.12), late]) is late
+    assert late_rank([row(0, 0.12, steady=True, gain_s=0.01)]) is None  # less than 2 % of the step
+
+
 def test_advice_and_table_use_the_same_names_of_parts(tmp_path: Path) -> None:
     early = [_step(1000), *_message(200, 200, 900, 4096)]
     late = [_step(1000), *_message(800, 800, 900, 4096)]

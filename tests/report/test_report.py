@@ -28,7 +28,7 @@ from tutti.report.page import (
 )
 from tutti.report.plot import MAX_POINTS, Figure, log_axis, thin
 from tutti.report.sources import ReportSources, Run, read_sources
-from tutti.report.summary import tiles
+from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 from worlds import TUTTI, run_command
 
@@ -198,6 +198,10 @@ def test_a_scale_folder_shows_one_run_for_each_number_of_ranks(
     assert [run.name for run in sources.profiled] == ["ranks2-repeat0"]  # the largest
     assert [result.schema for result in sources.results] == ["tutti.scale"]
     assert "4 ranks are 3.20 times as fast as 1 rank" in build_page(sources)
+    # The throughput of 2 ranks is that of the scaling, not that of the repeat that is shown.
+    assert [tile.value for tile in tiles(sources) if tile.name == "samples/s"] == ["320"]
+    assert "samples/s" not in " ".join(sentences(sources))
+    assert "samples/s" not in next(runs_table(sources.runs)).table.head
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda f: f.stem)

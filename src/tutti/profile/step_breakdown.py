@@ -332,11 +332,19 @@ def straggler_rows(
 def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the row of `stragglers[]` with the largest gain, or None.
 
-    Ranks that are late in most steps take precedence. Files of older versions have no `gain_s`.
+    Ranks that are late in most steps take precedence. A rank that is late in few steps, without a
+    period, must cost twice as much as any other rank: otherwise the ranks wait for each other by
+    chance. Files of older versions have no `gain_s`.
     """
-    late = [row for row in rows if row["straggler"]]
-    by_gain = [(row["steady"], row.get("gain_s", row["cost_s"]["mean"])) for row in late]
-    return late[by_gain.index(max(by_gain))] if late else None
+    found = []
+    for row in rows:
+        cost = row["cost_s"]["mean"]
+        others = max((each["cost_s"]["mean"] for each in rows if each is not row), default=0.0)
+        by_chance = not row["steady"] and row["period"] is None and cost < 2 * others
+        gain = row.get("gain_s", cost)
+        if gain * row["cost_share"] >= _NOTABLE_SHARE * cost and not by_chance:
+            found.append((row["steady"], gain, row))
+    return max(found, key=lambda each: each[:2])[2] if found else None
 
 
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:

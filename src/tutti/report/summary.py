@@ -219,4 +219,6 @@ def tiles(sources: ReportSources) -> Iterator[Tile]:
         cost = f"other ranks wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms per step{where}"
         yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
     elif run.profile is not None and (numbers.ranks or 1) > 1:
-        yield Tile("no rank", "is late", f"ranks do not wait for each other{where}")
+        in_turn = any(row["straggler"] for row in run.profile.get("stragglers") or [])
+        about = "ranks wait for each other in turn" if in_turn else "no rank makes others wait"
+        yield Tile("no rank", "is late", f"{about}{where}")

@@ -52,7 +52,7 @@ def parity(result: Result) -> Iterator[Figure]:
     ]
     layout = {
         "xaxis": {"type": "category", "tickangle": -45},
-        "yaxis": plot.axis("relative error", type="log", exponentformat="power"),
+        "yaxis": plot.axis("relative error", type="log", exponentformat="power", dtick=1),
         "height": 400,
         "showlegend": True,
         "shapes": [plot.dotted_line(plot.VERMILION, y=limit)] if limit else [],

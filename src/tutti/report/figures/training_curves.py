@@ -39,7 +39,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
                 "backend": world.get("backend") or numbers.backend,
                 "steps": run.summary.get("steps"),
                 "samples/s": None if run.of_scaling else run.summary.get("samples_per_s"),
-                "recorded step ms": None if numbers.step_s is None else 1e3 * numbers.step_s,
+                "step ms": None if numbers.step_s is None else 1e3 * numbers.step_s,
                 "computing %": None if numbers.computing is None else 100 * numbers.computing,
                 "final loss": run.summary.get("final_loss"),
                 "test accuracy %": None if accuracy is None else 100 * accuracy,
@@ -49,7 +49,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
     head = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     yield Figure(
         "The runs",
-        "Computing is the share of the profiled steps in which a rank computes.",
+        "The length of a step and the share in which a rank computes are of the profiled steps.",
         Table(head, [[row[name] for name in head] for row in rows]),
     )
     with_recipe = [run for run in runs if run.recipe]
