@@ -108,7 +108,12 @@ def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_files_that_are_not_results_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.json"
-    for content in ("no json", '{"schema": "tutti.world/1"}', "[]"):
+    for content in (
+        "no json",
+        '{"schema": "tutti.world/1"}',
+        '{"schema": "tutti.bench.pairs/99"}',
+        "[]",
+    ):
         other.write_text(content)
         assert run_cli(["bench", "compare", str(other), str(other)]) == 2
     with pytest.raises(UsageError, match="give two results of the same bench"):

@@ -57,7 +57,7 @@ def read_results(flag: str, path: Path) -> Content:
         reason = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
         raise UsageError(f"{flag} {path}: {reason}. Give a file that bench --json wrote") from None
     schema = content.get("schema", "") if isinstance(content, dict) else ""
-    if not any(f"tutti.bench.{rows['bench']}/" in schema for rows in ROW_LISTS):
+    if schema not in [f"tutti.bench.{rows['bench']}/1" for rows in ROW_LISTS]:
         found = f"its schema is {schema!r}" if schema else "it has no schema"
         raise UsageError(f"{flag} {path}: {found}. Give a file that tutti bench --json wrote")
     return dict(content)
