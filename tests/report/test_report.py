@@ -16,7 +16,7 @@ from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
 from tutti.report.figures.machine_health import topology
 from tutti.report.figures.scaling_curves import scaling
 from tutti.report.figures.step_profile import communication, parts, waits
-from tutti.report.figures.step_timeline import operators, timeline
+from tutti.report.figures.step_timeline import operators, short_name, timeline
 from tutti.report.figures.training_curves import curves, runs_table, waiting
 from tutti.report.page import (
     SECTIONS,
@@ -390,6 +390,23 @@ def test_ticks_of_logarithmic_axes_do_not_overlap(values: list[float], at_values
     if len(ticks) > 1:
         length = math.log(max(values) / min(values))
         assert all(math.log(b / a) >= 0.06 * length for a, b in pairwise(ticks))
+
+
+def test_kernels_have_short_names() -> None:
+    assert [
+        short_name(name)
+        for name in (
+            "aten::convolution_backward",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>(int)",
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>(float*)",
+            "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4",
+        )
+    ] == [
+        "aten::convolution_backward",
+        "vectorized_elementwise_kernel",
+        "cunn_SoftMaxForward",
+        "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_st",
+    ]
 
 
 def test_displayed_numbers_are_rounded() -> None:

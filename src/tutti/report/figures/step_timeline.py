@@ -99,14 +99,18 @@ def operator_times(spans: NamedSpans) -> list[tuple[str, float, int]]:
     times = np.bincount(spans.name, spans.ends - spans.starts, len(spans.names))
     counts = np.bincount(spans.name, minlength=len(spans.names))
     order = np.argsort(-times, kind="stable")
-    return [(_short(spans.names[n]), float(times[n]), int(counts[n])) for n in order if counts[n]]
+    return [
+        (short_name(spans.names[n]), float(times[n]), int(counts[n])) for n in order if counts[n]
+    ]
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return a kernel's name without return type, namespaces, template and call arguments."""
-    if "::" in name and not name.startswith("void ") and "<" not in name:
-        return name  # an operator, such as aten::mm
-    return re.split(r"[<(]", name.removeprefix("void "))[0].rpartition("::")[2][:60] or name[:60]
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    head = re.split(r"[<(]", plain)[0]
+    if head == name:
+        return name[:60]  # an operator, such as aten::mm
+    return head.rpartition("::")[2][:60] or name[:60]
 
 
 def _chosen_steps(explanation: Explanation) -> Iterator[tuple[str, int, dict[int, Step]]]:
@@ -190,7 +194,7 @@ def _operator_bars(rank: int, spans: NamedSpans, begin: float, limit: int) -> It
     """Yield the longest operators in the order of their starts."""
     lengths = spans.ends - spans.starts
     for n in sorted(np.argsort(-lengths, kind="stable")[:limit].tolist()):
-        name = _short(spans.names[spans.name[n]])
+        name = short_name(spans.names[spans.name[n]])
         start = float(spans.starts[n]) - begin
         yield _Bar(rank, "operators", "operator", start, float(lengths[n]), name)
 
@@ -223,7 +227,7 @@ def _part_bars(
                 details = f"for rank {', '.join(map(str, sorted(late)))}"
             elif part == "compute":
                 times = operator_times(trace.operators.between(start, stop))
-                details = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time, _ in times[:4])
+                details = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time, _ in times[:3])
             yield _Bar(trace.rank, lane, part, start - begin, stop - start, details[:120])
 
 
