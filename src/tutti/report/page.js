@@ -57,9 +57,12 @@ function logTicks(data) {
     const every = Math.ceil(powers.length / 9);
     ticks = inside(powers.filter((n) => n % every === 0).map((n) => Number(`1e${n}`)));
   } else if (ticks.length < 3) {
-    ticks = [0, 1, 2, 3, 4].map((n) => Number((low + n * (high - low) / 4).toPrecision(3)));
+    const power = 10 ** Math.floor(Math.log10((high - low) / 3 || low));
+    const step = power * ([5, 2].find((factor) => factor * power <= (high - low) / 3) || 1);
+    ticks = [];
+    for (let n = Math.ceil(low / step); n * step <= high; n++) ticks.push(n * step);
   }
-  return { tickmode: "array", tickvals: [...new Set(ticks)] };
+  return { tickmode: "array", tickvals: ticks, ticktext: ticks.map((tick) => String(+tick.toPrecision(6))) };
 }
 
 // Returns data and layout of a figure in the colours of the theme and for the width of the page.
