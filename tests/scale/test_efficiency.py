@@ -123,6 +123,11 @@ def test_every_fifth_step_is_slow() -> None:
     assert slow is not None and (slow["period"], slow["steps"], slow["of_steps"]) == (5, 4, 20)
     assert slow["excess_s"] == pytest.approx(0.08)
     assert slow_steps([0.1] * 20) is None
+    typical = dict.fromkeys(RECORDED, 0.0) | {"compute": 0.1}
+    recorded = [typical | {"input": 0.08 * (number % 5 == 1)} for number in range(10)]
+    slow = slow_steps(times, recorded)
+    assert slow is not None and slow["part"] == "input"
+    assert slow["part_excess_s"] == pytest.approx(0.08)
 
 
 def test_a_part_that_shrinks_more_than_ideal_is_a_negative_cause() -> None:

@@ -99,6 +99,7 @@ def _run(ranks: int, comm: list[dict[str, Any]] | None = None, **seconds: float)
         hidden=hidden / step.seconds,
         comm=comm or [],
         late=None,
+        recorded={},
         slow=None,
         overhead=1.0,
         notes=[],

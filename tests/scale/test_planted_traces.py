@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tutti.profile.calibration import typical_parts
 from tutti.profile.explain import explain
-from tutti.scale.scale_runs import measured_step, recorded_parts
+from tutti.scale.scale_runs import measured_step, recorded_steps
 
 KINDS = ("ddp", "fsdp2", "accelerate", "lightning", "hf_trainer", "tutti")
 # The place where each cause is planted, and the part in which it must appear.
@@ -136,7 +137,7 @@ class Simulation:
 def _parts(folder: Path, kind: str, plant: str | None) -> dict[str, float]:
     timed = [length / 1e6 for length in Simulation(kind, plant, 1.0).lengths]
     files = Simulation(kind, plant, RECORDING).write(folder)
-    return dict(measured_step(recorded_parts(explain(files)), timed).parts)
+    return dict(measured_step(typical_parts(recorded_steps(explain(files))), timed).parts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -276,15 +276,12 @@ def _measure(
 def _add_repeats(
     series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
 ) -> None:
-    """Add repeats until every row is clear. The rows estimate how many repeats are needed."""
-    max_repeats = 4 * repeats
-    while repeats < max_repeats and not series.stopped and series.failure is None:
-        unclear = [row for row in Scaling(series.runs, mode).rows()[1:] if not row["clear"]]
-        if not unclear:
+    """Add one repeat after another until every row is clear, up to 4 times --repeats."""
+    for repeat in range(repeats, 4 * repeats):
+        ended = series.stopped or series.failure is not None
+        if ended or all(row["clear"] for row in Scaling(series.runs, mode).rows()[1:]):
             return
-        needed = min(max_repeats, max(row["repeats_needed"] for row in unclear))
-        series.execute(scale_runs.plan_runs(sizes, range(repeats, needed)))
-        repeats = needed
+        series.execute(scale_runs.plan_runs(sizes, [repeat]))
 
 
 def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ _PART_OF_CAUSE = {
     "slow_steps": "slow_steps",
     "unexplained": "unexplained",
 }
+CAUSE_OF_PART = {part: cause for cause, part in _PART_OF_CAUSE.items()}
 LOSS_CAUSES = ("exposed_comm", "wait", "bubble", "input", "compute", "other")
 OTHER_CAUSES = ("gaps", "rest", "slow_steps", "unexplained")  # the sum is `other`
 MIN_REPEATS = 3  # quartiles of fewer repeats do not show the spread

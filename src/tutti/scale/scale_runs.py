@@ -203,7 +203,7 @@ class MeasuredRun:
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
     late: dict[str, Any] | None  # the rank for which the others wait longest, if any
-    slow: dict[str, Any] | None  # number, median excess and period of the slow timed steps
+    slow: dict[str, Any] | None  # the slow timed steps, and the part that is longer in them
     overhead: float  # recorded step / step without the profiler
     notes: list[str]
 
@@ -316,7 +316,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
             f"the {run.ranks} ranks do not communicate, so each rank trains alone. The script must "
             "call init_process_group and wrap its model in DDP or FSDP"
         )
-    recorded = recorded_parts(explanation)
+    recorded_of_step = recorded_steps(explanation)
+    recorded = typical_parts(recorded_of_step)
     late = next((row for row in rows["stragglers"] if row["straggler"]), None)
     return MeasuredRun(
         ranks=run.ranks,
@@ -329,19 +330,19 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
         hidden=fmean(row["parts_share"]["hidden"] for row in ranks),
         comm=rows["comm"],
         late=late and {key: late[key] for key in _LATE_KEYS},
-        slow=slow_steps(step_times),
+        slow=slow_steps(step_times, recorded_of_step),
         overhead=median(info.get("overhead") or 1.0 for info in infos),
         notes=notes,
     )
 
 
-def recorded_parts(explanation: Explanation) -> dict[str, float]:
-    """Return the parts of a typical recorded step over all ranks."""
+def recorded_steps(explanation: Explanation) -> list[dict[str, float]]:
+    """Return the parts of each recorded step over all ranks."""
     steps: dict[int, list[Mapping[str, float]]] = {}
     for step in explanation.steps:
         steps.setdefault(step.step, []).append(parts_with_pauses(step))
     complete = [parts for parts in steps.values() if len(parts) == len(explanation.traces)]
-    return typical_parts([combine_ranks(parts) for parts in complete or list(steps.values())])
+    return [combine_ranks(parts) for parts in complete or list(steps.values())]
 
 
 def measured_step(
@@ -359,20 +360,44 @@ def measured_step(
     return MeasuredStep(mean, step.parts | added)
 
 
-def slow_steps(step_times: Sequence[float]) -> dict[str, Any] | None:
-    """Return the number of slow steps, their median excess, and their period if constant."""
-    typical = typical_seconds(step_times)
-    excess = [seconds - typical for seconds in step_times]
-    limit = max(_SLOW_STEP * typical, max(excess) / 2)
-    slow = [number for number, seconds in enumerate(excess) if seconds > limit]
-    if not slow:
+def slow_steps(
+    step_times: Sequence[float], recorded: Sequence[Mapping[str, float]] = ()
+) -> dict[str, Any] | None:
+    """Return the number of slow timed steps, their median excess, and their period if constant.
+
+    `part` is the part that is longer in the slow recorded steps, by `part_excess_s`.
+    """
+    excess = [seconds - typical_seconds(step_times) for seconds in step_times]
+    if not (slow := _slow(step_times)):
         return None
+    part, part_excess = None, 0.0
+    if numbers := _slow([sum(parts.values()) for parts in recorded]):
+        typical = typical_parts(recorded)
+        growth = {
+            name: fmean(recorded[number][name] for number in numbers) - typical[name]
+            for name in typical
+        }
+        growth["host_gap"] += growth.pop("pause", 0.0)
+        part = max(growth, key=lambda name: growth[name])
+        part_excess = growth[part]
     return {
         "steps": len(slow),
         "of_steps": len(step_times),
         "excess_s": median(excess[number] for number in slow),
         "period": find_period(slow, range(len(step_times))),
+        "part": part,
+        "part_excess_s": part_excess,
     }
+
+
+def _slow(step_times: Sequence[float]) -> list[int]:
+    """Return the numbers of the steps that take much longer than a typical step."""
+    if not step_times:
+        return []
+    typical = typical_seconds(step_times)
+    excess = [seconds - typical for seconds in step_times]
+    limit = max(_SLOW_STEP * typical, max(excess) / 2)
+    return [number for number, seconds in enumerate(excess) if seconds > limit]
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 from tutti.measure.spread import percentile
 from tutti.measure.terminal import wrap_line
 from tutti.profile.step_breakdown import excess_text, ordinal
-from tutti.scale.efficiency import LOSS_CAUSES, MIN_REPEATS, Scaling
+from tutti.scale.efficiency import CAUSE_OF_PART, LOSS_CAUSES, MIN_REPEATS, Scaling
 from tutti.scale.forecast import MAX_RANKS, Mode
 from tutti.scale.scale_runs import MeasuredRun
 from tutti.world.errors import UsageError
@@ -120,6 +120,11 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         rank = ""
         if late and not late["steady"]:
             rank = f". In these steps rank {late['rank']} is late: it {excess_text(late['excess'])}"
+        elif slow["part"] is not None:
+            title = _CAUSES[CAUSE_OF_PART[slow["part"]]][0].removeprefix("slower ")
+            rank = (
+                f". In slow recorded steps {title} is {1e3 * slow['part_excess_s']:.1f} ms longer"
+            )
         yield f"{often} takes {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
     yield f"{_PROFILE_COMMAND} {row['folder']}"
     yield "all numbers are medians over the repeats, with quartiles in parentheses"
