@@ -152,8 +152,8 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
     for row in stragglers[:_MAX_ROWS]:
         cost = row["cost_s"]
         yield (
-            f"rank {row['rank']} {lateness_text(row)}: the others wait {1e3 * cost['mean']:.1f} ms "
-            f"per step ({100 * row['cost_share']:.0f} %) for it,"
+            f"rank {row['rank']} {lateness_text(row)}: the others wait "
+            f"{1e3 * cost['typical']:.1f} ms per step ({100 * row['cost_share']:.0f} %) for it,"
         )
         yield (
             f"  {1e3 * cost['min']:.1f} to {1e3 * cost['max']:.1f} ms; in {row['steps']} of "

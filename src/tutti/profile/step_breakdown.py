@@ -270,8 +270,10 @@ def straggler_rows(
     never waits. The rank with the longest collective is a victim, not the cause.
 
     `cost_s` is the time per step in which the other ranks neither computed nor moved data because
-    of this rank, as a mean over the other ranks. `late_steps` are the steps in which the rank was
-    late, `late_cost_s` is their median cost, and `period` is 5 if every fifth step is late.
+    of this rank, as a mean over the other ranks. Its value `typical` is the median over the steps
+    if the rank is late in most steps, otherwise the mean. `late_steps` are the steps in which the
+    rank was late, `late_cost_s` is their median cost, and `period` is 5 if every fifth step is
+    late.
     `gain_s` is the time per step that the others would save if this rank were as fast as they are:
     at most its delay after the second last rank, and at most the excess of one part of its step.
     Waiting without such a part is chance.
@@ -290,7 +292,6 @@ def straggler_rows(
         if not any(cost > 0 for cost in costs):
             continue
         lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
-        share = fmean(costs) / length
         late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
         # If few steps have two thirds of the cost, small delays in the other steps are chance.
         large = [step for step in late if cost_of_step[step] > max(costs) / 2]
@@ -298,6 +299,8 @@ def straggler_rows(
         if few and sum(cost_of_step[step] for step in large) > 2 / 3 * sum(costs):
             late = large
         steady = len(late) > len(costs) / 2
+        cost = median(costs) if steady else fmean(costs)
+        share = cost / length
         # The excess is measured in the late steps if only some steps are late.
         excess = _largest_excess(
             rank, [step for step in steps if steady or not late or step.step in late]
@@ -311,7 +314,7 @@ def straggler_rows(
                 "rank": rank,
                 "straggler": share >= _NOTABLE_SHARE,
                 "steady": steady,
-                "cost_s": summarize(costs),
+                "cost_s": summarize(costs) | {"typical": cost},
                 "cost_share": share,
                 "steps": len(late),
                 "of_steps": len(costs),
