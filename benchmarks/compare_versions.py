@@ -19,6 +19,7 @@ import re
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ KEYS = ("op", "name", "backend", "bytes", "placement", "timing", "group")
 
 def build_if_missing(checkout: Path) -> None:
     """Build the compiled parts of a checkout in place."""
-    if len(list(checkout.glob("src/tutti/comm/shm/*.so"))) < 2:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if len(list(checkout.glob(f"src/tutti/comm/shm/*{suffix}"))) < 2:
         print(f"building the compiled parts of {checkout}", file=sys.stderr, flush=True)
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         subprocess.run(command, cwd=checkout, check=True)

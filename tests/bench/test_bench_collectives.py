@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tutti.bench.collectives.cases import DTYPES, CollectiveCase, Payload, case_groups, payload
 from tutti.bench.rank_control import share_of_cpus
-from tutti.measure.message_cost import OPERATIONS, uneven_shards
+from tutti.measure.collective_bandwidth import OPERATIONS, uneven_shards
 from worlds import in_world
 
 # ---- Payloads ----

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,10 @@ def new_api(rank: int) -> dict[str, Any]:
     return reports
 
 
+@pytest.mark.skipif(
+    find_spec("torch.distributed._dist2") is None,
+    reason="this torch has no torch.distributed._dist2",
+)
 def test_the_new_groups_of_torch_use_shm() -> None:
     for rank, reports in enumerate(forked(new_api, 2)):
         ones, mine, zero, one, got, part = reports["sums"]

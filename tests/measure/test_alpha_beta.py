@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutti.measure.message_cost import fit_alpha_beta
+from tutti.measure.collective_bandwidth import fit_alpha_beta
 
 
 def test_planted_alpha_and_beta_are_recovered_with_any_weights() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.measure.collective_bandwidth import OPERATIONS, bandwidth, uneven_shards
 from tutti.measure.files import write_atomically
-from tutti.measure.message_cost import OPERATIONS, bandwidth, uneven_shards
 from tutti.measure.spread import (
     percentile,
     relative_mad,

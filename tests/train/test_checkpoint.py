@@ -244,7 +244,7 @@ def test_a_missing_checkpoint_is_an_error_that_lists_the_existing_ones(tmp_path:
     with pytest.raises(UsageError, match="no checkpoint in"):
         Checkpoints(tmp_path / "absent").load(small_model())
     save_one(tmp_path, 5, small_model())
-    with pytest.raises(UsageError, match=r"no step-00000004 .*there is step-00000005"):
+    with pytest.raises(UsageError, match=r"no step-00000004 .*step-00000005"):
         Checkpoints(tmp_path).load(small_model(), step=4)
 
 

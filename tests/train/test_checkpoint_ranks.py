@@ -267,7 +267,7 @@ def test_a_full_disk_of_a_single_process_is_reported(tmp_path: Path, monkeypatch
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, nn.Linear(2, 2))
         checkpoints.wait()
-        monkeypatch.setattr(format, "write_synced", full)
+        monkeypatch.setattr(format, "sync_path", full)
         checkpoints.save(2, nn.Linear(2, 2))
         checkpoints.wait()
     assert "No space left" in checkpoints.failed[2] and saved_steps(tmp_path) == [1]

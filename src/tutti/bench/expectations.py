@@ -28,7 +28,7 @@ from tutti.bench.compare_results import RESULT_FIELDS, Content, Row, bench_of, r
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
 from tutti.machine.hardware_catalogue import figure
-from tutti.measure.message_cost import OPERATIONS
+from tutti.measure.collective_bandwidth import OPERATIONS
 from tutti.measure.units import parse_size
 from tutti.world.errors import UsageError, did_you_mean
 

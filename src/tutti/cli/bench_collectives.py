@@ -10,7 +10,7 @@ from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
 from tutti.cli.results import Cases, check_writable, start_cases, usage_error_on_rank_0
-from tutti.measure.message_cost import OPERATIONS
+from tutti.measure.collective_bandwidth import OPERATIONS
 from tutti.measure.terminal import print_note, terminal_width
 from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, did_you_mean

@@ -121,9 +121,10 @@ class GroupLedger:
         self._file = -1
         self._map(mmap.mmap(-1, _BYTES))
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # A ledger may live until the interpreter ends, when the name `os` no longer exists.
         if getattr(self, "_file", -1) >= 0:
-            os.close(self._file)
+            close(self._file)
 
 
 _open_ledgers: "weakref.WeakSet[GroupLedger]" = weakref.WeakSet()

@@ -21,7 +21,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from tutti.measure.message_cost import OPERATIONS, bandwidth
+from tutti.measure.collective_bandwidth import OPERATIONS, bandwidth
 from tutti.measure.spread import summarize
 from tutti.profile.collective_matching import MatchedCollective
 from tutti.profile.rank_trace import EMPTY, SYNCHRONIZING, Collective, Intervals, RankTrace, Step

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tutti.measure.message_cost import fit_alpha_beta
+from tutti.measure.collective_bandwidth import fit_alpha_beta
 from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import buckets_in
 

@@ -24,7 +24,7 @@ from itertools import chain
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from tutti.measure.message_cost import OPERATIONS, fit_alpha_beta, squared_error
+from tutti.measure.collective_bandwidth import OPERATIONS, fit_alpha_beta, squared_error
 from tutti.scale.scale_runs import MeasuredRun
 
 Mode = Literal["strong", "weak"]

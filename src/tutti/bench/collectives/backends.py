@@ -22,7 +22,7 @@ from tutti.bench.collectives import cases
 from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase, PreparedCase
 from tutti.comm import symmetric
 from tutti.comm.symmetric.heap_collectives import STAGED_BYTES, Stage
-from tutti.measure.message_cost import uneven_shards
+from tutti.measure.collective_bandwidth import uneven_shards
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.measure.message_cost import OPERATIONS, Operation, uneven_shards
+from tutti.measure.collective_bandwidth import OPERATIONS, Operation, uneven_shards
 from tutti.world.world import World
 
 _PERIOD = 8191
@@ -44,7 +44,7 @@ class CollectiveCase:
 
     @property
     def bytes(self) -> int:
-        """The message size S in bytes, as nccl-tests defines it (see measure/message_cost.py)."""
+        """The message size S in bytes, as in nccl-tests (see measure/collective_bandwidth.py)."""
         return self.operation.bytes(self.count, self.dtype.itemsize, self.ranks)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from tutti.bench.collectives.cases import Backend, CollectiveCase, Payload, PreparedCase, payload
 from tutti.bench.rank_control import RankControl, try_on_all_ranks
 from tutti.comm.path_selection import Measured
-from tutti.measure.message_cost import bandwidth
+from tutti.measure.collective_bandwidth import bandwidth
 from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back, time_isolated
 from tutti.world.world import World

@@ -31,24 +31,15 @@ SCHEMA = "tutti.checkpoint/1"
 INDEX = "index.json"
 SUMS = "SHA256SUMS"
 
+# fmt: off
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# fmt: on
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _STEP = re.compile(r"step-([0-9]{8,})", re.ASCII)
@@ -67,6 +58,10 @@ class Chunk(TypedDict):
     sizes: Sequence[int]
     file: str
     key: str
+
+
+def box_of(chunk: Chunk) -> Box:
+    return Box(tuple(chunk["offsets"]), tuple(chunk["sizes"]))
 
 
 class SavedTensor(TypedDict):
@@ -111,11 +106,13 @@ def saved_steps(directory: str | Path) -> list[int]:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write index.json and SHA256SUMS."""
-    write_synced(folder / INDEX, json.dumps(index))
+    """Write index.json and SHA256SUMS, and sync them to the disk."""
+    (folder / INDEX).write_text(json.dumps(index))
     records = {**index["files"], INDEX: record_of(folder / INDEX)}
     lines = [f"{record['sha256']}  {name}\n" for name, record in sorted(records.items())]
-    write_synced(folder / SUMS, "".join(lines))
+    (folder / SUMS).write_text("".join(lines))
+    for path in (folder / INDEX, folder / SUMS, folder):
+        sync_path(path)
 
 
 def read_index(directory: Path) -> Index:
@@ -156,7 +153,7 @@ def _check_index(index: Index, files: Collection[str]) -> None:
         boxes = []
         for chunk in tensor["chunks"]:
             _check_counts([*chunk["offsets"], *chunk["sizes"]])
-            boxes.append(Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])))
+            boxes.append(box_of(chunk))
             if chunk["file"] not in files or not isinstance(chunk["key"], str):
                 raise ValueError(f"{name} is in {chunk['file']!r}, which is not listed in files")
         problem = coverage_error(tuple(tensor["shape"]), boxes)
@@ -165,9 +162,8 @@ def _check_index(index: Index, files: Collection[str]) -> None:
 
 
 def _check_counts(values: Sequence[Any]) -> None:
-    for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ValueError(f"{value!r} is not a count")
+    if bad := [value for value in values if type(value) is not int or not 0 <= value < 1 << 63]:
+        raise ValueError(f"{bad[0]!r} is not a count")
 
 
 def coverage_error(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
@@ -246,12 +242,6 @@ def _read_text(path: Path) -> bytes:
     if len(content) > _MAX_TEXT_BYTES:
         raise Damaged(f"{path.name} has more than {_MAX_TEXT_BYTES} bytes")
     return content
-
-
-def write_synced(path: Path, content: str) -> None:
-    """Write a new file and sync it to the disk."""
-    path.write_text(content)
-    sync_path(path)
 
 
 def sync_path(path: Path) -> None:

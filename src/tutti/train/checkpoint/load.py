@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from tutti import comm
 from tutti.parallel.materialize import FileChunk, read_shards
-from tutti.parallel.mesh import Box
 from tutti.train.checkpoint import format as checkpoint_format
-from tutti.train.checkpoint import training_state
-from tutti.train.checkpoint.format import Index, SavedTensor
-from tutti.train.checkpoint.training_state import TrainingState
+from tutti.train.checkpoint.format import DTYPES, Damaged, Index, SavedTensor, box_of, step_name
+from tutti.train.checkpoint.training_state import (
+    TrainingState,
+    rng_state,
+    seed_all,
+    set_rng_state,
+)
 from tutti.world.errors import UsageError
 
 _MAX_NAMES = 3  # maximum number of tensors, or of problems, in a message
@@ -49,20 +52,16 @@ def print_on_rank_0(text: str) -> None:
 def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng: bool) -> Loaded:
     """Load a checkpoint in place. This function implements `Checkpoints.load`."""
     path, index = _newest_complete(directory, step)
-    saved = index["tensors"]
-    targets = state.model_tensors()
-    _refuse_mismatch(path, index, dict(targets), state.optimizer)
+    saved, targets = index["tensors"], dict(state.model_tensors())
+    _refuse_mismatch(path, index, targets, state.optimizer)
     notes = []
-    dtypes = {
-        name: (checkpoint_format.DTYPES[saved[name]["dtype"]], value.dtype)
-        for name, value in targets
-    }
-    if converted := [name for name, (old, new) in dtypes.items() if old != new]:
-        old, new = dtypes[converted[0]]
+    if converted := [n for n, value in targets.items() if DTYPES[saved[n]["dtype"]] != value.dtype]:
+        old, new = DTYPES[saved[converted[0]]["dtype"]], targets[converted[0]].dtype
         notes.append(f"converted {_join_names(converted)} from {old} to {new}")
     slots = state.empty_slots(saved)
-    slot_tensors = [pair for tensors in slots.values() for pair in tensors.items()]
-    _read_tensors(path, index, targets + slot_tensors)
+    _read_tensors(path, index, targets)
+    for tensors in slots.values():
+        _read_tensors(path, index, tensors)
     state.restore_optimizer(index["optimizer"], slots)
     if rng:
         notes += _restore_rng(path, index)
@@ -70,18 +69,15 @@ def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng
 
 
 def _newest_complete(directory: Path, step: int | None) -> tuple[Path, Index]:
-    steps = comm.gather_json(checkpoint_format.saved_steps(directory))[0]
-    if (step is not None and step not in steps) or not steps:
-        missing = "no checkpoint" if step is None else f"no {checkpoint_format.step_name(step)}"
-        existing = (
-            f" (it has {', '.join(map(checkpoint_format.step_name, steps))})" if steps else ""
-        )
+    steps, *other_ranks = comm.gather_json(checkpoint_format.saved_steps(directory))
+    if not steps or step not in (None, *steps):
+        missing = "no checkpoint" if step is None else f"no {step_name(step)}"
+        existing = f" (it has {', '.join(map(step_name, steps))})" if steps else ""
         raise UsageError(f"there is {missing} in {directory}{existing}. Start without resuming.")
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     reason = ""
     for candidate in reversed(steps) if step is None else [step]:
-        path = directory / checkpoint_format.step_name(candidate)
-        index = verify(path, this_rank(), ranks)
+        path = directory / step_name(candidate)
+        index = verify(path, this_rank(), 1 + len(other_ranks))
         problems = [p for p in comm.gather_json(index if isinstance(index, str) else None) if p]
         if not problems and not isinstance(index, str):
             return path, index
@@ -98,7 +94,7 @@ def verify(path: Path, rank: int, ranks: int) -> Index | str:
         largest_first = sorted(index["files"], key=lambda name: -index["files"][name]["bytes"])
         checkpoint_format.check_tensor_files(path, index, largest_first[rank::ranks])
         return index
-    except (checkpoint_format.Damaged, OSError) as error:
+    except (Damaged, OSError) as error:
         return str(error)
 
 
@@ -113,12 +109,9 @@ def _refuse_mismatch(
     missing = [name for name in targets if name not in saved]
     problems = [f"the checkpoint has no {_join_names(missing)}"] if missing else []
     for name, tensor in targets.items():
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
-        if name in saved:
-            dtype, shape = (
-                checkpoint_format.DTYPES[saved[name]["dtype"]],
-                tuple(saved[name]["shape"]),
-            )
+        if name in missing:
+            continue
+        dtype, shape = DTYPES[saved[name]["dtype"]], tuple(saved[name]["shape"])
         convertible = dtype.is_floating_point and tensor.dtype.is_floating_point
         if shape != tuple(tensor.shape) or (dtype != tensor.dtype and not convertible):
             problems.append(
@@ -151,40 +144,37 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(name.removeprefix("model.") for name in names[:_MAX_NAMES]) + more
 
 
-def _read_tensors(path: Path, index: Index, targets: list[tuple[str, torch.Tensor]]) -> None:
+def _read_tensors(path: Path, index: Index, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors, or this rank's shards of them, from the saved chunks that intersect them."""
-    chunks = ((tensor, chunks_of(path, index["tensors"][name])) for name, tensor in targets)
+    saved = index["tensors"]
+    chunks = ((tensor, chunks_of(path, saved[name])) for name, tensor in targets.items())
     read_shards(chunks, checkpoint_format.open_tensors)
 
 
 def chunks_of(path: Path, saved: SavedTensor) -> list[FileChunk]:
     """Return the chunks of a tensor of the checkpoint in the directory `path`."""
-    return [
-        FileChunk(
-            path / chunk["file"], chunk["key"], Box(*map(tuple, (chunk["offsets"], chunk["sizes"])))
-        )
-        for chunk in saved["chunks"]
-    ]
+    chunks = saved["chunks"]
+    return [FileChunk(path / chunk["file"], chunk["key"], box_of(chunk)) for chunk in chunks]
 
 
 def _restore_rng(path: Path, index: Index) -> list[str]:
     """Restore this rank's random number generators. Seed generators without a saved state."""
-    rank = this_rank()
-    state, absent = {}, []
-    for name, current in training_state.rng_state().items():
-        saved = index["tensors"].get(f"rng.{rank}.{name}")
-        kind = (checkpoint_format.DTYPE_NAMES[current.dtype], [*current.shape])
-        if saved is not None and (saved["dtype"], saved["shape"]) == kind:
-            state[name] = current
-        else:
-            absent.append(name)
-    _read_tensors(path, index, [(f"rng.{rank}.{name}", value) for name, value in state.items()])
+    rank, tensors = this_rank(), index["tensors"]
+    current = {f"rng.{rank}.{name}": value for name, value in rng_state().items()}
+    state = {
+        name: value
+        for name, value in current.items()
+        if name in tensors
+        and (DTYPES[tensors[name]["dtype"]], tensors[name]["shape"])
+        == (value.dtype, [*value.shape])
+    }
+    _read_tensors(path, index, state)
     notes = []
-    if absent:
-        seed = training_state.seed_all("tutti.checkpoint", index["step"], rank)
+    if absent := [name.rpartition(".")[2] for name in current if name not in state]:
+        seed = seed_all("tutti.checkpoint", index["step"], rank)
         notes = [
             f"rank {rank}: the random number generators {', '.join(absent)} have no saved state; "
             f"they were seeded with {seed}"
         ]
-    training_state.set_rng_state(state)
+    set_rng_state({name.rpartition(".")[2]: value for name, value in state.items()})
     return notes

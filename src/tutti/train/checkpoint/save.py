@@ -36,8 +36,22 @@ from tutti import comm
 from tutti.machine.environment import versions
 from tutti.measure.files import write_atomically
 from tutti.parallel.mesh import Box, local_shard, shard_and_box
-from tutti.train.checkpoint import format as checkpoint_format
-from tutti.train.checkpoint.format import Index, SavedTensor
+from tutti.train.checkpoint.format import (
+    DTYPE_NAMES,
+    DTYPES,
+    SCHEMA,
+    Chunk,
+    Index,
+    SavedTensor,
+    box_of,
+    coverage_error,
+    record_of,
+    saved_steps,
+    step_name,
+    sync_path,
+    tensor_file_name,
+    write_index,
+)
 from tutti.train.checkpoint.load import Loaded, load_checkpoint, print_on_rank_0, this_rank
 from tutti.train.checkpoint.training_state import (
     TrainingState,
@@ -93,7 +107,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, oldest first, as found by rank 0."""
-        steps: list[int] = comm.gather_json(checkpoint_format.saved_steps(self.directory))[0]
+        steps: list[int] = comm.gather_json(saved_steps(self.directory))[0]
         return steps
 
     def save(
@@ -135,7 +149,7 @@ class Checkpoints:
             self._tensors = assign_writers(comm.gather_json(shards))
             self._shards = shards
         index: Index = {
-            "schema": checkpoint_format.SCHEMA,
+            "schema": SCHEMA,
             "step": step,
             "ranks": len(gathered),
             "versions": versions(),
@@ -198,7 +212,7 @@ class Checkpoints:
                     _remove(self.directory / name)
                 write_atomically(self.directory / ".writer", self._token)
                 self._claimed = True
-            folder = self.directory / f"{checkpoint_format.step_name(step)}.{self._token}.tmp"
+            folder = self.directory / f"{step_name(step)}.{self._token}.tmp"
             _remove(folder)
             folder.mkdir(mode=0o700)
             return folder.name, None
@@ -217,7 +231,7 @@ class Checkpoints:
         copied: torch.cuda.Event | None = None
         for name, tensor in self._tensors.items():
             for chunk in tensor["chunks"]:
-                if chunk["file"] != checkpoint_format.tensor_file_name(rank):
+                if chunk["file"] != tensor_file_name(rank):
                     continue
                 local = local_shard(source[name])
                 host = previous.pop(chunk["key"], None)
@@ -244,15 +258,11 @@ class Checkpoints:
 
     def _fail(self, step: int, reason: str) -> None:
         self.failed[step] = reason
-        steps = checkpoint_format.saved_steps(self.directory)
-        newest = (
-            f"{checkpoint_format.step_name(steps[-1])} is the newest checkpoint"
-            if steps
-            else "no earlier checkpoint exists"
-        )
-        print_on_rank_0(
-            f"checkpoint {checkpoint_format.step_name(step)} was not written: {reason}; {newest}"
-        )
+        steps = saved_steps(self.directory)
+        newest = "no earlier checkpoint exists"
+        if steps:
+            newest = f"{step_name(steps[-1])} is the newest checkpoint"
+        print_on_rank_0(f"checkpoint {step_name(step)} was not written: {reason}; {newest}")
 
     # The methods below run in the background thread.
 
@@ -271,14 +281,11 @@ class Checkpoints:
             raise OSError(_OTHER_RANK_FAILED if removed_by_other else reason) from error
 
     def _write_tensors(self, folder: Path, rank: int, optimizer: dict[str, Any] | None) -> None:
-        path = folder / checkpoint_format.tensor_file_name(rank)
+        path = folder / tensor_file_name(rank)
         save_file(self._snapshot, path)
-        note = {
-            "file": checkpoint_format.record_of(path),
-            "values": optimizer["values"] if optimizer else {},
-        }
-        checkpoint_format.sync_path(path)
-        checkpoint_format.sync_path(folder)
+        note = {"file": record_of(path), "values": optimizer["values"] if optimizer else {}}
+        sync_path(path)
+        sync_path(folder)
         # The note must not be visible before the tensor file is on the disk.
         write_atomically(_note(folder, rank), json.dumps(note))
 
@@ -301,19 +308,18 @@ class Checkpoints:
 
     def _complete(self, folder: Path, index: Index) -> None:
         for rank, note in enumerate(self._wait_for_notes(folder, index["ranks"])):
-            index["files"][checkpoint_format.tensor_file_name(rank)] = note["file"]
+            index["files"][tensor_file_name(rank)] = note["file"]
             if index["optimizer"] is not None:
                 index["optimizer"]["values"].update(note["values"])
             _note(folder, rank).unlink()
-        checkpoint_format.write_index(folder, index)
-        checkpoint_format.sync_path(folder)
+        write_index(folder, index)
         if (self.directory / ".writer").read_text() != self._token:
             raise OSError(f"another run has begun to write to {self.directory}")
-        final = self.directory / checkpoint_format.step_name(index["step"])
+        final = self.directory / step_name(index["step"])
         if final.exists():
             _supersede(final)
         os.rename(folder, final)
-        checkpoint_format.sync_path(self.directory)
+        sync_path(self.directory)
         with contextlib.suppress(OSError):  # the checkpoint is complete; the next save prunes again
             self._prune(index["step"])
 
@@ -323,13 +329,13 @@ class Checkpoints:
         If a checkpoint of a later step exists, it is damaged, or it was written before the run
         resumed from an earlier step. It is renamed, because the next start must not load it.
         """
-        steps = checkpoint_format.saved_steps(self.directory)
+        steps = saved_steps(self.directory)
         for later in (other for other in steps if other > step):
-            _supersede(self.directory / checkpoint_format.step_name(later))
-        _remove(self.directory / f"{checkpoint_format.step_name(step)}.superseded")
+            _supersede(self.directory / step_name(later))
+        _remove(self.directory / f"{step_name(step)}.superseded")
         earlier = [other for other in steps if other <= step]
         for old in earlier[: -self._keep if self._keep else 0]:
-            _remove(self.directory / checkpoint_format.step_name(old))
+            _remove(self.directory / step_name(old))
 
 
 def _note(folder: Path, rank: int) -> Path:
@@ -364,12 +370,12 @@ def describe_shards(
     """
     shards = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in checkpoint_format.DTYPE_NAMES or tensor.layout != torch.strided:
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
             kind = f"{tensor.dtype} ({tensor.layout})"
             raise UsageError(f"checkpoints cannot hold {name}: {kind} is not a dense tensor")
         local, box = shard_and_box(tensor)
         shards[name] = {
-            "dtype": checkpoint_format.DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": [*tensor.shape],
             "box": box if local.numel() else None,
             "buffer": name in buffers,
@@ -400,23 +406,18 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
     # The largest shards are assigned first. Among the ranks that hold a shard, the rank with the
     # fewest bytes so far writes it.
     assigned_bytes = [0] * len(ranks)
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    largest_first = sorted(holders.items(), key=lambda item: -math.prod(item[0][1].sizes))
-    for (name, box), box_holders in largest_first:
+    for name, box in sorted(holders, key=lambda item: -math.prod(item[1].sizes)):
         tensor = tensors[name]
-        writer = min(box_holders, key=lambda rank: assigned_bytes[rank])
-        assigned_bytes[writer] += (
-            math.prod(box.sizes) * checkpoint_format.DTYPES[tensor["dtype"]].itemsize
-        )
-        key, file = name, checkpoint_format.tensor_file_name(writer)
+        writer = min(holders[name, box], key=lambda rank: assigned_bytes[rank])
+        assigned_bytes[writer] += math.prod(box.sizes) * DTYPES[tensor["dtype"]].itemsize
+        key = name
         if [*box.sizes] != tensor["shape"]:
             spans = zip(box.offsets, box.sizes, strict=True)
             key += f"[{','.join(f'{start}:{start + size}' for start, size in spans)}]"
-        boxes[name].append(box)
-        tensor["chunks"].append(
-            {"offsets": box.offsets, "sizes": box.sizes, "file": file, "key": key}
-        )
+        file = tensor_file_name(writer)
+        tensor["chunks"].append(Chunk(offsets=box.offsets, sizes=box.sizes, file=file, key=key))
     for name, tensor in tensors.items():
-        if problem := checkpoint_format.coverage_error(tuple(tensor["shape"]), boxes[name]):
+        boxes = [box_of(chunk) for chunk in tensor["chunks"]]
+        if problem := coverage_error(tuple(tensor["shape"]), boxes):
             raise RanksDiffer(f"the ranks' shards of {name} do not form one tensor: {problem}")
     return tensors
