@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tutti
 import worlds
-from tutti.train.checkpoint import Checkpoints, format
+from tutti.train.checkpoint import Checkpoints, format, save
 from tutti.train.checkpoint.format import saved_steps
 from tutti.world.errors import RanksDiffer, UsageError
 
@@ -172,7 +172,7 @@ def die_while_writing(world: tutti.World, directory: str, victim: int) -> None:
         checkpoints.wait()
         if world.rank == victim:
             # The rank is killed after it wrote its tensor file and before it writes its note.
-            format.sync_path = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+            save.sync_path = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         checkpoints.save(2, model)
         checkpoints.wait()
 
