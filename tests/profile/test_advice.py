@@ -5,6 +5,7 @@ The machine sends one message at a time, in α + β·bytes; every 10 µs of back
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,11 @@ def _only(rows: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _exposed(rows: dict[str, Any]) -> float:
-    shares = [each["parts_share"]["exposed"] for each in rows["ranks"]]
-    return sum(shares) / len(shares)
+def _contains(advice: dict[str, Any], gain: float) -> bool:
+    """Return whether the band of the predicted gain contains a gain in microseconds."""
+    low, high = advice["gain_s_band"]
+    assert 0 < low <= advice["gain_s"] <= high
+    return bool(low <= gain / 1e6 <= high)
 
 
 def test_latency_and_bandwidth_are_fitted_and_never_negative() -> None:
@@ -90,35 +93,120 @@ def test_latency_and_bandwidth_are_fitted_and_never_negative() -> None:
     assert fit_message_cost([]) is None
 
 
-def test_the_predicted_gain_of_larger_buckets_is_the_gain_of_the_simulated_machine(
+def _assigned(sizes: list[int], cap: int) -> list[list[int]]:
+    """Return DDP's buckets: whole parameters, and a bucket is closed once its cap is reached."""
+    buckets: list[list[int]] = [[]]
+    for index in range(len(sizes)):
+        buckets[-1].append(index)
+        if sum(sizes[each] for each in buckets[-1]) >= cap and index + 1 < len(sizes):
+            buckets.append([])
+    return buckets
+
+
+def _program(present: int, others: dict[str, int], **settings: Any) -> dict[str, Any]:
+    """Return the metadata of a DDP program with gradients of 1 KiB and these bucket sizes."""
+    sizes = [1024] * GRADIENTS
+    ddp = {
+        "constructed_at": "train.py:12",
+        "bytes": sizes,
+        "ready_order": list(range(GRADIENTS)),
+        "buckets": _assigned(sizes, present),
+        "other_buckets": {name: _assigned(sizes, cap) for name, cap in others.items()},
+        "find_unused_parameters": False,
+        "has_unused": False,
+        "gradient_as_bucket_view": True,
+    }
+    return {"program": {"ddp": [ddp | settings]}, "cpus": [0, 1, 2, 3], "threads": 1}
+
+
+def test_the_band_of_larger_buckets_contains_the_gain_of_the_simulated_machine(
     tmp_path: Path,
 ) -> None:
-    """100 messages of 4 KB need 20.4 ms behind a backward of 4 ms; one bucket needs 0.6 ms."""
-    before = _rows(tmp_path / "before", _ddp(4096, first=1024), _ddp(4096, first=1024))
-    advice = _only(before, "buckets")
+    """Messages of 4 KB need 20 ms after a backward of 4 ms. Larger buckets need less."""
+    sizes = {"0.004": 4096, "0.03": 32 << 10, "1": 1 << 20}
+    lengths, advised = {}, {}
+    for name, bucket in sizes.items():
+        others = {other: size for other, size in sizes.items() if other != name}
+        program = _program(bucket, others)
+        rows = _rows(tmp_path / name, _ddp(bucket), _ddp(bucket), tutti=program)
+        lengths[name] = rows["ranks"][0]["step_s"]["mean"]
+        advised[name] = [each for each in rows["advice"] if each["id"] == "buckets"]
+    best = min(lengths, key=lambda name: lengths[name])
 
-    after = _rows(tmp_path / "after", _ddp(1 << 20), _ddp(1 << 20))
-
-    assert before["advice"][0] == advice
-    assert advice["share"] == pytest.approx(_exposed(before), rel=1e-6)
-    assert advice["remains_share"] == pytest.approx(_exposed(after), abs=0.01)
-    length = [each["ranks"][0]["step_s"]["mean"] for each in (before, after)]
-    assert advice["gain_s"] == pytest.approx(length[0] - length[1], rel=0.02)
-    assert "buckets of 1 MiB (one bucket)" in advice["try"] and "at best" not in advice["try"]
-    assert not [each for each in after["advice"] if each["id"] == "buckets"]
+    (advice,) = advised["0.004"]
+    assert _contains(advice, 1e6 * (lengths["0.004"] - lengths[best]))
+    assert advice["change"] == {"ddp": {"bucket_cap_mb": float(best)}}
+    assert f"bucket_cap_mb={best}" in advice["try"] and "train.py:12" in advice["try"]
+    assert not advised[best]
 
 
-def test_with_one_message_size_the_gain_is_an_upper_bound(tmp_path: Path) -> None:
-    events = [_step(5000), x("cpu_op", "aten::mm", 0, 1000)]
-    for number in range(4):
-        at = 200.0 * (number + 1)
-        events.append(x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", at - 1, at + 1))
-        events += _message(at, 1000 + 900 * number, 1900 + 900 * number, 4096)
+def test_tutti_train_gets_its_own_flags(tmp_path: Path) -> None:
+    program = _program(4096, {"1": 1 << 20})
+    events = [*_ddp(4096), x("user_annotation", "tutti.input", 0, 1)]
 
-    advice = _only(_rows(tmp_path, events, events), "buckets")
+    advice = _only(_rows(tmp_path, events, events, tutti=program), "buckets")
 
-    assert "at best" in advice["try"]
-    assert 0 < advice["remains_share"] < advice["share"]
+    assert "--bucket-mb 1" in advice["try"]
+    assert "DistributedDataParallel(" not in advice["try"]
+    assert advice["change"] == {"flags": {"--bucket-mb": "1"}}
+
+
+def test_no_bucket_size_is_advised_if_the_messages_have_one_large_size(tmp_path: Path) -> None:
+    """Messages of one size do not show the latency, so larger buckets may gain nothing."""
+    program = _program(64 << 10, {"1": 1 << 20})
+    size = 64 << 10
+    events = [x("cpu_op", "aten::mm", 0, 5000) | {"tid": 8}]
+    for number in range(1, GRADIENTS + 1):
+        now = FORWARD + 10.0 * number
+        events.append(x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", now - 1, now + 1))
+        if number % 64 == 0 or number == GRADIENTS:
+            start = 5000 + 450.0 * math.ceil(number / 64)
+            events += _message(now, start, start + 400, size)
+    rows = _rows(tmp_path, [_step(30_000), *events], [_step(30_000), *events], tutti=program)
+
+    assert not [each for each in rows["advice"] if each["id"] == "buckets"]
+
+
+def test_advice_within_the_noise_of_the_steps_is_not_offered(tmp_path: Path) -> None:
+    """Loading takes 400 of about 2000 µs; the lengths of the steps differ by more than that."""
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+    def rank(lengths: list[float]) -> list[dict[str, Any]]:
+        events, at = [], 0.0
+        for number, length in enumerate(lengths):
+            events.append(x("user_annotation", f"ProfilerStep#{number}", at, at + length))
+            events.append(x("user_annotation", name, at, at + 400))
+            events.append(x("cpu_op", "aten::mm", at + 400, at + length))
+            at += length
+        return events
+
+    steady = _rows(tmp_path / "steady", rank([20_000.0, 20_100.0, 19_900.0, 20_000.0]))
+    fast = _rows(tmp_path / "fast", rank([2000.0, 2010.0, 1990.0, 2000.0]))
+    noisy = _rows(tmp_path / "noisy", rank([2000.0, 1200.0, 3000.0, 1500.0]))
+
+    assert "input" not in {each["id"] for each in steady["advice"]}  # 2 % of the step
+    assert "input" not in {each["id"] for each in noisy["advice"]}
+    assert "input" not in {each["id"] for each in fast["advice"]}  # a worker may cost 1.5 ms
+
+
+def test_passes_that_need_not_communicate_are_reported(tmp_path: Path) -> None:
+    """Both passes of a step wait 606 µs for one bucket; the first pass need not send it."""
+    events, at = [x("cpu_op", "aten::mm", 0, 1) | {"tid": 8}], 0.0
+    for _ in range(2):
+        for number in range(1, 5):
+            now = at + 1000.0 * number
+            events.append(x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", now - 1, now + 1))
+        end = now + ALPHA + BETA * (400 << 10)
+        events += _message(now, now, end, 400 << 10)
+        at = end
+    sizes = {"bytes": [100 << 10] * 4, "ready_order": [0, 1, 2, 3], "buckets": [[0, 1, 2, 3]]}
+    program = _program(1 << 20, {}, **sizes)
+
+    rows = _rows(tmp_path, [_step(at), *events], [_step(at), *events], tutti=program)
+
+    advice = _only(rows, "no_sync")
+    assert _contains(advice, ALPHA + BETA * (400 << 10))
+    assert advice["change"] == {"no_sync": 2}
 
 
 def test_gradients_reduced_after_backward_could_be_hidden(tmp_path: Path) -> None:
@@ -133,8 +221,7 @@ def test_gradients_reduced_after_backward_could_be_hidden(tmp_path: Path) -> Non
 
     advice = _only(_rows(tmp_path, events, events), "overlap")
 
-    assert advice["gain_s"] == pytest.approx(600e-6)
-    assert advice["remains_share"] == pytest.approx(200 / 1400)
+    assert _contains(advice, 600)
 
 
 def test_grouped_messages_save_all_but_one_latency(tmp_path: Path) -> None:
@@ -146,7 +233,7 @@ def test_grouped_messages_save_all_but_one_latency(tmp_path: Path) -> None:
 
     advice = _only(_rows(tmp_path, [_step(at), *events], [_step(at), *events]), "grouping")
 
-    assert advice["gain_s"] == pytest.approx(9 * ALPHA / 1e6, rel=1e-3)
+    assert _contains(advice, 9 * ALPHA)
 
 
 def test_advice_on_accumulation_mentions_the_learning_rate(tmp_path: Path) -> None:
@@ -156,7 +243,7 @@ def test_advice_on_accumulation_mentions_the_learning_rate(tmp_path: Path) -> No
 
     assert "learning rate" in advice["try"]
     assert "over 4 batches" in advice["try"]  # 11 % of the step is exposed; less than 5 % remains
-    assert advice["gain_s"] == pytest.approx(exposed * 3 / 4 / 1e6, rel=0.01)
+    assert _contains(advice, exposed * 3 / 4)
 
 
 def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) -> None:
@@ -180,27 +267,33 @@ def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) 
     ("name", "flag"),
     [
         ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "num_workers="),
-        ("tutti.input", "--workers "),  # the span of `tutti train`
+        ("tutti.input", "--workers "),  # the span of `tutti train`, whose loader has a thread
     ],
 )
-@pytest.mark.parametrize(("load", "workers"), [(500.0, 1), (1500.0, 3)])
+@pytest.mark.parametrize(("load", "workers"), [(50_000.0, (1, 2)), (150_000.0, (4, 5))])
 def test_the_number_of_loader_workers_follows_from_the_loading_time(
-    tmp_path: Path, load: float, workers: int, name: str, flag: str
+    tmp_path: Path, load: float, workers: tuple[int, int], name: str, flag: str
 ) -> None:
     slow = [
-        _step(2000),
+        _step(200_000),
         x("user_annotation", name, 0, load),
-        *_message(load + 400, load + 400, load + 450, 64),
+        *_message(load + 40_000, load + 40_000, load + 45_000, 64),
     ]
-    fast = [_step(2000), x("user_annotation", name, 0, 1), *_message(400, 400, load + 450, 64)]
+    fast = [
+        _step(200_000),
+        x("user_annotation", name, 0, 1),
+        *_message(40_000, 40_000, load + 45_000, 64),
+    ]
 
-    advice = _rows(tmp_path, fast, slow)["advice"][0]
+    rows = _rows(tmp_path, fast, slow)
+    advice = rows["advice"][0]
 
     assert (advice["id"], advice["cause"]) == ("input", "input")
     assert advice["finding"].startswith("rank 1 waits")
-    assert f"{flag}{workers}" in advice["try"]
-    assert advice["gain_s"] == pytest.approx(load / 1e6, abs=2e-6)
-    assert advice["remains_share"] == 0
+    assert f"{flag}{workers[name == 'tutti.input']}" in advice["try"]
+    assert _contains(advice, load)
+    late = late_rank(rows["stragglers"])
+    assert late is not None and advice["finding"].startswith(f"rank {late['rank']} ")
 
 
 def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> None:
@@ -217,8 +310,7 @@ def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> No
 
     assert "Split the batch evenly: rank 1 has 3.0 times the work" in uneven["try"]
     assert "the same work but is slower" in slow["try"]
-    assert uneven["gain_s"] == pytest.approx(400e-6)
-    assert uneven["remains_share"] == 0
+    assert _contains(uneven, 400)
 
 
 def test_the_late_rank_is_the_one_whose_own_work_is_longer(tmp_path: Path) -> None:
@@ -275,12 +367,12 @@ def test_too_many_threads_are_reported_with_a_number_that_fits_the_cpus(tmp_path
         return [_step(1000), x("cpu_op", "aten::mm", 0, compute, **sizes)]
 
     shared_cpus = {"threads": 4, "cpus": [0, 1, 2, 3]}
-    advice = _only(_rows(tmp_path, rank(400), rank(600), tutti=shared_cpus), "binding")
-    equal = _only(_rows(tmp_path, rank(600), rank(600), tutti=shared_cpus), "binding")
+    uneven = _rows(tmp_path, rank(400), rank(600), tutti=shared_cpus)
+    equal = _rows(tmp_path, rank(600), rank(600), tutti=shared_cpus)
 
-    assert "OMP_NUM_THREADS=2" in advice["try"]
-    assert advice["gain_s"] == pytest.approx(100e-6)  # the slower rank would take the mean
-    assert equal["gain_s"] is None and "does not show the gain" in equal["try"]
+    assert _contains(_only(uneven, "binding"), 100)  # the slower rank would take the mean
+    assert equal["advice"] == []
+    assert any("OMP_NUM_THREADS=2" in note for note in equal["notes"])
 
 
 def test_twice_the_microbatches_halve_the_bubble(tmp_path: Path) -> None:
@@ -305,7 +397,7 @@ def test_twice_the_microbatches_halve_the_bubble(tmp_path: Path) -> None:
 
     assert "with 2 microbatches" in advice["finding"] and "--accumulation 4" in advice["try"]
     bubble = (400 + 380) / 2  # on the second rank; mean over both
-    assert advice["gain_s"] == pytest.approx(bubble / 2 / 1e6)
+    assert _contains(advice, bubble / 2)
 
 
 def _sharded(kernels: list[tuple[str, int, float, float]]) -> list[dict[str, Any]]:
@@ -341,10 +433,10 @@ def test_sharding_or_replicas_are_advised_by_free_memory(tmp_path: Path) -> None
         return _rows(tmp_path / name, events, events, **metadata)
 
     free = _only(rows("free", sharded, 10e6, 80e6), "replicas")
-    full = _only(rows("full", replicas, 76e6, 80e6), "sharding")
+    full = rows("full", replicas, 76e6, 80e6)
 
-    assert free["gain_s"] == pytest.approx(200e-6)  # a third of 600
-    assert full["gain_s"] is None and "memory" in full["try"]
+    assert _contains(free, 200)  # a third of 600
+    assert any("memory is 95 % full" in note for note in full["notes"])
     assert "replicas" not in {each["id"] for each in rows("no", sharded, 70e6, 80e6)["advice"]}
 
 
@@ -363,19 +455,20 @@ def test_a_gain_on_another_axis_does_not_reduce_the_gain_of_accumulation(tmp_pat
     }
     rows = _rows(tmp_path, events, events, **metadata)
 
-    assert _only(rows, "replicas")["gain_s"] == pytest.approx(100e-6)
-    assert _only(rows, "accumulation")["gain_s"] == pytest.approx(300e-6 * 7 / 8)
+    assert _contains(_only(rows, "replicas"), 100)
+    assert _contains(_only(rows, "accumulation"), 300 * 7 / 8)
 
 
-def test_the_gain_of_gpu_gaps_is_an_upper_bound(tmp_path: Path) -> None:
-    advice = _only(_rows(tmp_path, [_step(1000), x("kernel", "gemm", 0, 400)]), "gaps")
+def test_an_idle_gpu_is_noted_without_a_gain(tmp_path: Path) -> None:
+    rows = _rows(tmp_path, [_step(1000), x("kernel", "gemm", 0, 400)])
 
-    assert advice["gain_s"] == pytest.approx(600e-6)
-    assert "at best" in advice["try"]
+    assert rows["advice"] == []
+    assert any("idle for 60 %" in note for note in rows["notes"])
 
 
 def test_the_table_prints_the_five_largest_gains_in_80_columns(tmp_path: Path) -> None:
-    rows = _rows(tmp_path, _ddp(4096), _ddp(4096))
+    program = _program(4096, {"1": 1 << 20})
+    rows = _rows(tmp_path, _ddp(4096), _ddp(4096), tutti=program)
     gains = [each["gain_s"] or 0.0 for each in rows["advice"]]
     rows["advice"] = 6 * rows["advice"]
 

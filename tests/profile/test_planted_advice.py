@@ -1,8 +1,7 @@
 """A plain DDP script has a planted cause; following the advice must give the predicted gain.
 
 Real processes, two gloo ranks. Steps and shares are medians: on a shared machine one step in ten
-may take ten times as long. A predicted gain holds if the step becomes shorter by between half and
-twice of it: in twelve runs on two cores with ten other programs the ratio was 0.67 to 1.67.
+may take ten times as long. A prediction holds if the gain lies in its band.
 """
 
 import json
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tutti.profile.trace_reader import read_rank
 from worlds import TUTTI, run_command
 
 SCRIPT = Path(__file__).parent / "plain_ddp.py"
@@ -74,6 +74,12 @@ def test_every_small_bucket_is_found(tiny: dict[str, Any]) -> None:
     assert [each["index"] for each in of_one_step] == list(range(MESSAGES))
     parameters = 30 * (32 * 32 + 32) + (32 * 1536 + 1536) + (1536 * 32 + 32)
     assert sum(each["bytes"] for each in of_one_step) == 4 * parameters
+    # The buckets that torch was asked to assign are the buckets that DDP has sent.
+    (ddp,) = read_rank(Path(tiny["ranks"][0]["trace"])).capture_info["program"]["ddp"]
+    assigned = [sum(ddp["bytes"][index] for index in bucket) for bucket in ddp["buckets"]]
+    assert assigned == [each["bytes"] for each in of_one_step]
+    assert ddp["constructed_at"].startswith(str(SCRIPT))
+    assert ddp["other_buckets"] and ddp["buckets"] not in ddp["other_buckets"].values()
     for each in of_one_step:
         assert 0 < each["ready_s"] <= each["started_s"] <= each["done_s"]
     assert [each["axis"] for each in tiny["comm"]] == ["dp"] * len(tiny["comm"])
@@ -88,16 +94,21 @@ def test_a_larger_bucket_is_advised_and_gains_what_was_predicted(
     assert _largest(tiny) == "exposed"
     assert found is not None and found["cause"] == "exposed"
     assert found == tiny["advice"][0]
-    assert "buckets of 1 MiB (one bucket)" in found["try"]
+    size = found["change"]["ddp"]["bucket_cap_mb"]
 
-    changed = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
+    changed = _profile(tmp_path, BUCKET_MB=str(size), **MANY_LAYERS)
 
-    gained = _length(tiny) - _length(changed)
-    assert 0.5 * found["gain_s"] < gained < 2 * found["gain_s"]
-    # The rest is a share of a short step, in which every disturbance is large.
-    decrease = _share(tiny, "exposed") - _share(changed, "exposed")
-    assert decrease > (found["share"] - found["remains_share"]) / 3
-    assert _named(changed, "buckets") is None
+    # The buckets with this size are the buckets that were simulated.
+    (ddp,) = read_rank(Path(tiny["ranks"][0]["trace"])).capture_info["program"]["ddp"]
+    simulated = [
+        sum(ddp["bytes"][index] for index in bucket) for bucket in ddp["other_buckets"][f"{size:g}"]
+    ]
+    of_one_step = [each for each in changed["buckets"] if (each["rank"], each["step"]) == (0, 5)]
+    assert [each["bytes"] for each in of_one_step] == simulated
+    low, high = found["gain_s_band"]
+    assert low < _length(tiny) - _length(changed) < high
+    again = _named(changed, "buckets")
+    assert again is None or again["change"] != found["change"]
 
 
 @pytest.mark.measured
@@ -109,8 +120,7 @@ def test_an_uneven_batch_is_found_and_an_even_batch_is_not_reported(
 
     assert (late["rank"], late["excess"]["part"]) == (1, "compute")
     assert _largest(uneven) == "wait"
-    assert found is not None and found == uneven["advice"][0]
-    assert "for rank 1" in found["finding"]
+    assert found is not None and f"for rank {late['rank']}" in found["finding"]
     assert "Split the batch evenly: rank 1 has 3.0 times the work" in found["try"]
     assert any("unevenly busy" in note for note in uneven["notes"])
 
@@ -129,8 +139,7 @@ def test_slow_input_on_one_rank_is_found_and_fast_input_is_not_reported(
     assert (late["rank"], late["excess"]["part"]) == (1, "input")
     assert found is not None and found == slow["advice"][0]
     assert found["finding"].startswith("rank 1 waits")
-    # Loading the samples takes time, too.
-    assert PLANTED_INPUT < found["gain_s"] < 2 * PLANTED_INPUT
+    low, high = found["gain_s_band"]
+    assert low < PLANTED_INPUT < high
 
-    without = _named(even, "input")
-    assert without is None or without["gain_s"] < 0.4 * found["gain_s"]
+    assert _named(even, "input") is None

@@ -4,11 +4,13 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from time import strftime
+from typing import Any
 
 from tutti.cli.flags import check_at_least, parse, split_at_command
 from tutti.cli.results import check_writable, write_json
-from tutti.measure.terminal import text_width
+from tutti.measure.terminal import text_width, wrap_line
 from tutti.world.errors import UsageError
 
 
@@ -18,12 +20,13 @@ class Profile:
 
         tutti profile -- torchrun --nproc-per-node 2 train.py
         tutti profile -- train --recipe lenet --ranks 2
+        tutti profile --try-advice -- torchrun --nproc-per-node 2 train.py
         tutti profile --trace DIR
 
     The first two commands run a program unchanged and record traces. A step ends when the optimizer
     of the program has updated the parameters. In a program without an optimizer (inference) a step
-    is a call of its outermost module. The last command reads existing torch.profiler traces, one
-    file per rank.
+    is a call of its outermost module. The third command also tries the first advice. The last
+    command reads existing torch.profiler traces, one file per rank.
     """
 
     USAGE_END = "[-- COMMAND]"
@@ -45,6 +48,10 @@ class Profile:
     """Record memory allocations."""
     stacks: bool = False
     """Record Python stacks. This is slow and makes traces large."""
+    try_advice: bool = False
+    """After the recording, apply the first advice that can be applied without editing the program,
+    and measure its gain: 5 runs without and 5 runs with the change, in turns. Every run ends after
+    the steps that it needs."""
     tensorboard: Path | None = None
     """Also copy the traces into this directory, for TensorBoard's profile plugin."""
     nvtx: bool = False
@@ -63,6 +70,10 @@ def main(arguments: list[str]) -> int:
     options = parse(Profile, "tutti profile", flags)
     check_writable("--merge", options.merge)
     check_writable("--json", options.json)
+    if options.try_advice and not command:
+        raise UsageError(
+            "--try-advice needs a program to run: tutti profile --try-advice -- COMMAND"
+        )
     if (options.trace is None) == (not command):
         raise UsageError(
             "tutti profile needs either a program or --trace: tutti profile -- COMMAND records a "
@@ -71,7 +82,10 @@ def main(arguments: list[str]) -> int:
     if options.trace is not None:
         if not options.trace.exists():
             raise UsageError(f"--trace {options.trace} does not exist. Name a directory of traces.")
-        return _explain(options, options.trace)
+        rows = _explain(options, options.trace)
+        if options.json is not None:
+            write_json(options.json, "tutti.profile/1", rows)
+        return 0
     return _capture(options, command)
 
 
@@ -82,15 +96,22 @@ def _capture(options: Profile, arguments: list[str]) -> int:
     check_at_least(1, options, "active")
     check_at_least(0, options, "wait", "warmup")
     if options.nvtx:
-        for flag in ("tensorboard", "merge", "json", "memory", "stacks"):
+        for flag in ("tensorboard", "merge", "json", "memory", "stacks", "try_advice"):
             if getattr(options, flag):
-                raise UsageError(f"--nvtx records no trace for --{flag}. Omit one of the flags.")
+                name = flag.replace("_", "-")
+                raise UsageError(f"--nvtx records no trace for --{name}. Omit one of the flags.")
         import torch
 
         if not torch.cuda.is_available():
             raise UsageError("--nvtx needs CUDA, but this machine has none. Omit --nvtx.")
     command = resolve_command(arguments, list(COMMANDS))
     task = LauncherTask.from_environment(os.environ)
+    if options.try_advice and task.count > 1:
+        raise UsageError(
+            f"--try-advice starts the program several times, but {task.launcher} started "
+            f"{task.count} tasks of tutti profile. Start one task: tutti profile --try-advice -- "
+            f"{task.launcher} …"
+        )
     out = (options.out or task.default_folder(strftime("%Y%m%d-%H%M%S"))).absolute()
     traces = out / "traces"
     if traces.is_dir() and any(traces.iterdir()):
@@ -101,6 +122,7 @@ def _capture(options: Profile, arguments: list[str]) -> int:
     settings = {name: getattr(options, name) for name in same_name} | {
         "directory": str(traces),
         "shapes": options.shapes or None,
+        "stop": options.try_advice,
         "tensorboard": options.tensorboard and str(options.tensorboard.absolute()),
     }
     code = run_captured(command, settings)
@@ -133,12 +155,42 @@ def _capture(options: Profile, arguments: list[str]) -> int:
         )
         return code or 2
     print(f"The traces are in {traces}", file=sys.stderr)
-    _explain(options, out, code)
+    rows = _explain(options, out, code)
+    try:
+        if options.try_advice and not code:
+            _try_advice(command, rows, out)
+    finally:
+        if options.json is not None:
+            write_json(options.json, "tutti.profile/1", rows)
     print(f"For an HTML page: tutti report {out}", file=sys.stderr)
     return code
 
 
-def _explain(options: Profile, directory: Path, code: int = 0) -> int:
+def _try_advice(command: list[str], rows: dict[str, Any], out: Path) -> None:
+    """Try the first advice that can be applied, print the result and add it to `rows`."""
+    from tutti.profile.try_advice import (
+        choose_advice,
+        compare_with_prediction,
+        tried_lines,
+        try_change,
+    )
+
+    advice, skipped = choose_advice(rows)
+    for line in skipped:
+        print(f"tutti profile: {line}", file=sys.stderr)
+    if advice is None:
+        reason = "there is no other advice" if skipped else "no advice exceeds the noise of a step"
+        print(f"tutti profile: --try-advice has nothing to try: {reason}", file=sys.stderr)
+        return
+    step_s = fmean(row["step_s"]["p50"] for row in rows["ranks"])
+    measured = try_change(command, advice["change"], step_s, out / "tried")
+    rows["tried"] = compare_with_prediction(advice, measured)
+    print()
+    for line in tried_lines(advice, rows["tried"]):
+        print("\n".join(wrap_line(line, text_width(sys.stdout), "    ")))
+
+
+def _explain(options: Profile, directory: Path, code: int = 0) -> dict[str, Any]:
     from tutti.profile.explain import explain, trace_files
     from tutti.profile.profile_table import profile_lines
 
@@ -155,6 +207,4 @@ def _explain(options: Profile, directory: Path, code: int = 0) -> int:
 
         arrows = write_merged_trace(options.merge, explanation)
         print(f"{options.merge}: {len(rows['ranks'])} ranks, {arrows} arrows", file=sys.stderr)
-    if options.json is not None:
-        write_json(options.json, "tutti.profile/1", rows)
-    return 0
+    return rows

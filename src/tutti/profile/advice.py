@@ -1,32 +1,45 @@
 """Advice on what to try, and the time that it would save. Each kind of finding has one function.
 
-The texts are in advice.toml. Gains are computed from the trace with a formula that each function
-states. Gains do not add up: two changes that remove the same wait remove it only once. A gain that
-cannot be computed from the trace is None, and the text gives the reason.
+The texts are in advice.toml. The gain of a change is computed for each recorded step, under several
+sets of assumptions that the recording cannot decide between. The band of the gain reaches from the
+lowest first quartile to the highest third quartile, and is widened by the noise of the steps. Only
+advice whose whole band is above zero is offered. Gains do not add up: two changes that remove the
+same wait remove it only once. `notes` are findings whose gain the recording does not show.
+
+`change` says how `tutti profile --try-advice` applies an advice: see program_settings.py, and
+`flags` of tutti train. It is None if a person must change the program.
 """
 
 import math
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
+from tutti.measure.spread import quartiles
 from tutti.measure.units import format_bytes
 from tutti.profile.collective_matching import MatchedCollective
-from tutti.profile.rank_trace import RankTrace
+from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text, late_rank
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
-_MIN_GAIN = 0.02  # share of the step. Smaller gains are not listed.
-_BUCKET_SIZES = (1, 2, 5, 10, 25, 50, 100, 200)  # MiB
-_MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
+# Share of the step by which two runs of one program differ, even if their steps are all equal.
+_RUN_NOISE = 0.02
 _LARGEST_SCALAR = 1024  # bytes. A smaller all-reduce is a loss, not a gradient.
 _MEMORY_FULL = 0.9  # share of the device's memory
+_MAX_WORKERS = 16
+# Seconds to receive a batch from a worker process: at best, at worst, and per byte at worst.
+_FETCH_S, _MAX_FETCH_S, _MAX_FETCH_S_PER_BYTE = 1e-4, 1.5e-3, 1e-9
+_EVENT_S = 4e-6  # seconds by which the profiler lengthens a short operator
+# Share of the time of a transfer by which computation at the same time becomes slower: if a CPU or
+# the GPU's copy engines are free for the transfer, and if it needs the CPUs of the computation.
+_CONTENTION, _FULL_CONTENTION = 0.2, 1.0
 # Advice that shortens the all-reduces of gradients. The gain of gradient accumulation is computed
 # from the time of all-reduces that remains after this advice.
-_GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
+_GRADIENT_ADVICE = ("no_sync", "buckets", "overlap", "grouping")
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 Advice = dict[str, Any]
@@ -41,30 +54,104 @@ class ProfiledRun:
     matched: Sequence[MatchedCollective]
     stragglers: Sequence[dict[str, Any]]
 
-    @property
-    def step_count(self) -> int:
-        return len({step.step for step in self.steps})
+    @cached_property
+    def step_numbers(self) -> list[int]:
+        """The steps that all ranks have recorded."""
+        per_rank = [{step.number for step in trace.steps} for trace in self.traces]
+        return sorted(set.intersection(*per_rank)) or sorted(set.union(*per_rank))
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of a step, mean over ranks and median over steps."""
+        return median(self.per_step(lambda step: step.seconds))
+
+    @cached_property
+    def noise_s(self) -> float:
+        """Seconds by which the medians of the steps of two runs may differ by chance.
+
+        The standard error of the difference of two medians is 1.25 σ √2 / √n, with σ from the
+        median absolute deviation of the steps.
+        """
+        lengths = self.per_step(lambda step: step.seconds)
+        middle = median(lengths)
+        deviation = 1.4826 * median(abs(length - middle) for length in lengths)
+        error = 1.2533 * math.sqrt(2) * deviation / math.sqrt(len(lengths))
+        return max(_RUN_NOISE * self.step_s, error)
+
+    @cached_property
+    def overhead(self) -> float:
+        """Recorded / unrecorded step time, or 1 if unknown."""
+        known = [trace.capture_info.get("overhead") or 1.0 for trace in self.traces]
+        return min(2.0, max(1.0, median(known)))
+
+    @cached_property
+    def program(self) -> dict[str, Any]:
+        """The settings of the program on the first rank. See program_settings.read_settings."""
+        return self.traces[0].capture_info.get("program") or {}
+
+    @cached_property
+    def is_tutti(self) -> bool:
+        return all(trace.of_tutti_train for trace in self.traces)
+
+    @cached_property
+    def ddp(self) -> dict[str, Any] | None:
+        """The settings of DDP, or None if the program has no or several DDP modules."""
+        found = self.program.get("ddp") or []
+        return found[0] if len(found) == 1 and found[0]["buckets"] else None
+
+    @cached_property
+    def cpus_per_rank(self) -> float | None:
+        """CPUs of a host for each of its ranks, or None if unknown. The scarcest host counts."""
+        result: list[float] = []
+        for host in {trace.host for trace in self.traces}:
+            lists = [t.capture_info.get("cpus") or [] for t in self.traces if t.host == host]
+            if not all(lists):
+                return None
+            result.append(len({cpu for cpus in lists for cpu in cpus}) / len(lists))
+        return min(result)
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step, mean over ranks and steps."""
-        return fmean(step.seconds for step in self.steps)
+    def contention(self) -> float:
+        threads = max(int(trace.capture_info.get("threads") or 1) for trace in self.traces)
+        on_device = all(trace.on_device for trace in self.traces)
+        free = on_device or (self.cpus_per_rank or 0.0) >= threads + 1
+        return _CONTENTION if free else _FULL_CONTENTION
+
+    def per_step(self, value: Callable[[StepBreakdown], float]) -> list[float]:
+        """Return a value of each step, mean over ranks."""
+        return [
+            fmean(value(step) for step in self.steps if step.step == number)
+            for number in self.step_numbers
+        ]
+
+    def per_trace_step(self, value: Callable[[RankTrace, Step], float]) -> list[float]:
+        """Return a value of each step that is computed from the trace, mean over ranks."""
+        return [
+            fmean(
+                value(trace, step)
+                for trace in self.traces
+                for step in trace.steps
+                if step.number == number
+            )
+            for number in self.step_numbers
+        ]
 
     def part(self, name: str, rank: int | None = None) -> float:
         """Return the seconds of a part per step, of one rank or as the mean over ranks."""
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
-    def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
-        """Return the exposed seconds per step on an axis.
-
-        `bucket` selects DDP buckets (True), other collectives (False) or both (None).
-        """
-        return sum(
-            parts["exposed"] / len(self.steps)
-            for step in self.steps
-            for (on_axis, is_bucket), parts in step.by_kind.items()
-            if on_axis == axis and bucket in (None, is_bucket)
+    def exposed_steps(self, axis: str | None, bucket: bool | None = None) -> list[float]:
+        """Return exposed seconds of each step on an axis: of buckets, of others, or of both."""
+        return self.per_step(
+            lambda step: sum(
+                parts["exposed"]
+                for (on_axis, is_bucket), parts in step.by_kind.items()
+                if on_axis == axis and bucket in (None, is_bucket)
+            )
         )
+
+    def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
+        return fmean(self.exposed_steps(axis, bucket))
 
     def device_memory(self) -> list[tuple[int, int]]:
         """Return (used bytes, total bytes) of the devices for which both are known."""
@@ -75,6 +162,10 @@ class ProfiledRun:
         kind = (operation, axis)
         return [call for call in self.matched if (call.first.operation, call.first.axis) == kind]
 
+    def argument(self, kind: str, text: str, constructed_at: str | None) -> str:
+        """Return the argument of a constructor to set, and where the program calls it."""
+        return f"{kind}({text})" + (f" in {constructed_at}" if constructed_at else "")
+
 
 def advise(run: ProfiledRun) -> list[Advice]:
     """Return all advice worth trying, the largest gain first.
@@ -83,20 +174,13 @@ def advise(run: ProfiledRun) -> list[Advice]:
     all-reduces of gradients.
     """
     kinds = (
-        _bucket_size,
-        _overlap,
-        _grouping,
-        _replicate,
-        _shard,
-        _input,
-        _straggler,
-        _cpu_binding,
-        _microbatches,
-        _gpu_gaps,
+        *(_no_sync, _bucket_size, _bucket_view, _find_unused, _overlap, _grouping),
+        *(_reshard, _forward_prefetch, _replicate, _input, _straggler, _cpu_binding),
+        *(_microbatches,),
     )
-    found = [advice for kind in kinds for advice in kind(run) if _is_worth_it(advice)]
+    found = [advice for kind in kinds for advice in kind(run) if advice is not None]
     found.sort(key=_gain, reverse=True)
-    for advice in filter(_is_worth_it, _accumulation(run, found)):
+    for advice in filter(None, _accumulation(run, found)):
         position = 0
         for number, other in enumerate(found, 1):
             if other["id"] in _GRADIENT_ADVICE or _gain(other) >= _gain(advice):
@@ -105,12 +189,14 @@ def advise(run: ProfiledRun) -> list[Advice]:
     return found
 
 
-def _is_worth_it(advice: Advice) -> bool:
-    return advice["gain_s"] is None or advice["gain_share"] > _MIN_GAIN
+def findings_without_gain(run: ProfiledRun) -> list[str]:
+    """Return findings that may cost time, but whose gain the recording does not show."""
+    kinds = (_too_many_threads, _memory_full, _gpu_gaps)
+    return [text for kind in kinds for text in kind(run)]
 
 
 def _gain(advice: Advice) -> float:
-    return advice["gain_s"] or 0.0
+    return float(advice["gain_s"])
 
 
 def _percent(share: float) -> str:
@@ -120,90 +206,189 @@ def _percent(share: float) -> str:
 def _advice(
     run: ProfiledRun,
     name: str,
-    gain: float | None,
+    scenarios: Sequence[Sequence[float]],
     *,
-    remains: float | None = None,
+    change: dict[str, Any] | None = None,
     gained: float = 0.0,
     **values: Any,
-) -> Advice:
-    """Return one entry of `advice[]`. `values` are the values in the texts of advice.toml.
+) -> Advice | None:
+    """Return one entry of `advice[]`, or None if the band of its gain reaches down to zero.
 
-    `remains` is the time per step of the cause that remains. By default, it is the present time
-    minus `gain`. `gained` is the time per step that other advice saves first.
+    `scenarios` are the gains of each step in seconds, one list for each set of assumptions.
+    `values` are the values in the texts of advice.toml. `gained` is the time per step that other
+    advice saves first.
     """
+    scenarios = [gains for gains in scenarios if gains]
+    if not scenarios:
+        return None
+    low = min(quartiles(gains)[0] for gains in scenarios) - run.noise_s
+    high = min(max(quartiles(gains)[1] for gains in scenarios) + run.noise_s, run.step_s)
+    gain = min(median(map(median, scenarios)), high)
+    if low <= 0:
+        return None
     texts = _TEXTS[name]
-    now = run.part(texts["cause"])
-    share_left = None
-    if gain is not None:
-        left = max(0.0, now - gained - gain if remains is None else remains)
-        length = run.step_s - gained - gain
-        share_left = left / length if length > 0 else 0.0
-    text = texts["try"]
-    if all(trace.of_tutti_train for trace in run.traces):
-        text = texts.get("tutti_train", text)
-    values |= {"share": _percent(now / run.step_s), "remains": _percent(share_left or 0.0)}
+    text = texts.get("tutti_train", texts["try"]) if run.is_tutti else texts["try"]
+    now = median(run.per_step(lambda step: step.parts[texts["cause"]]))
+    left, length = max(0.0, now - gained - gain), run.step_s - gained - gain
+    share_left = left / length if length > 0 else 0.0
+    values |= {"share": _percent(now / run.step_s), "remains": _percent(share_left)}
     return {
         "id": name,
         "finding": texts["finding"].format_map(values),
         "try": text.format_map(values),
         "share": now / run.step_s,
         "gain_s": gain,
-        "gain_share": None if gain is None else gain / run.step_s,
+        "gain_s_band": [low, high],
+        "gain_share": gain / run.step_s,
+        "gain_share_band": [low / run.step_s, high / run.step_s],
         "remains_share": share_left,
         "cause": texts["cause"],
+        "change": change,
     }
 
 
-def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
-    """Return the fitted cost of a message, and a text that qualifies a gain computed from it."""
-    cost = fit_message_cost([(call.first.bytes, call.transfer_seconds) for call in messages])
-    if cost is None or cost.separated:
-        return cost, ""
-    return cost, ", at best (latency unknown: all messages have about the same size)"
+def _scaled(values: Sequence[float], *factors: float) -> list[list[float]]:
+    return [[value * factor for value in values] for factor in factors]
 
 
-def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
+def _ddp_change(
+    run: ProfiledRun, ddp: dict[str, Any], argument: str, value: Any, flag: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the text of a change of an argument of DDP, and the change."""
+    name, _, given = flag.partition(" ")
+    if run.is_tutti:
+        return flag, {"flags": {name: given or None}}
+    where = ddp.get("constructed_at")
+    return run.argument("DistributedDataParallel", f"{argument}={value}", where), {
+        "ddp": {argument: value}
+    }
+
+
+def _message_cost(messages: Sequence[MatchedCollective]) -> MessageCost | None:
+    return fit_message_cost([(call.first.bytes, call.transfer_seconds) for call in messages])
+
+
+def _bucket_model(run: ProfiledRun) -> BucketModel | None:
+    model = BucketModel(run.traces, run.ddp) if run.ddp is not None else None
+    return model if model is not None and model.passes else None
+
+
+def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice on the size of DDP buckets. The gain is computed with BucketModel."""
-    exposed = run.exposed("dp", bucket=True)
-    all_reduces = run.collectives("all_reduce", "dp")
-    buckets = [match for match in all_reduces if match.first.bucket_ready is not None]
+    ddp, model = run.ddp, _bucket_model(run)
+    if ddp is None or model is None or run.exposed("dp", bucket=True) <= 0:
+        return
     # All-reduces that are not buckets run under other conditions, so they are used for the fit only
-    # if there is a single bucket per step.
-    one_bucket = len({call.first.bytes for call in buckets}) == 1 and len(buckets) <= run.step_count
-    cost, bound = _message_cost(all_reduces if one_bucket else buckets)
-    if cost is None or exposed <= 0:
+    # if the buckets have one size.
+    points = [point for found in model.messages.values() for point in found]
+    cost = fit_message_cost(points)
+    if cost is None or not cost.separated:
+        cost = _message_cost(run.collectives("all_reduce", "dp")) or cost
+    if cost is None:
         return
-    model = BucketModel(run.traces, cost, exposed)
-    total = max(map(sum, model.sizes), default=0)
-    if model.ratio is None or not total:  # the trace has no sizes
+    ranks, best = len(run.traces), None
+    for size, buckets in ddp["other_buckets"].items():
+        gain = model.gain(buckets, cost, ranks, run.overhead)
+        # More communication during backward may slow the computation. Less may speed it up.
+        slower = run.contention * gain.more_hidden
+        scenarios = [*gain.scenarios, [g - slower for g in gain.scenarios[0]]]
+        lowest = min(quartiles(gains)[0] for gains in scenarios)
+        if best is None or lowest > best[0] + 0.01 * run.step_s:
+            best = lowest, size, buckets, scenarios
+    if best is None:
         return
-    # The first size that holds all gradients gives one bucket, so larger sizes change nothing.
-    enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), math.ceil(total / _MIB))
-    sizes = [size for size in sorted({*_BUCKET_SIZES, enough}) if size <= enough]
-    results = {size: model.with_bucket_size(size * _MIB) for size in sizes}
-    gains = {size: model.recorded.added - result.added for size, result in results.items()}
-    best = max(gains.values())
-    # Among equally good sizes choose the smallest, because its transfers start first, and it needs
-    # the least memory.
-    size = next(size for size in sizes if gains[size] >= best - 0.01 * run.step_s)
-    count = round(fmean(map(len, model.sizes)))
+    _, size, buckets, scenarios = best
+    cure, change = _ddp_change(run, ddp, "bucket_cap_mb", float(size), f"--bucket-mb {size}")
+    present = [sum(ddp["bytes"][index] for index in bucket) for bucket in ddp["buckets"]]
+    largest = format_bytes(max(present))
     yield _advice(
         run,
         "buckets",
-        gains[size],
-        remains=run.part("exposed") - exposed + sum(results[size]),
-        count=count,
-        s="s" * (count != 1),
-        largest=format_bytes(max(map(max, model.sizes))),
-        size=size,
-        one=" (one bucket)" if size * _MIB >= total else "",
-        bound=bound,
+        scenarios,
+        change=change,
+        count=len(present),
+        s="s" * (len(present) != 1),
+        largest=largest,
+        new=len(buckets),
+        new_s="s" * (len(buckets) != 1),
+        cure=cure,
     )
 
 
-def _overlap(run: ProfiledRun) -> Iterator[Advice]:
+def _no_sync(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice if all backward passes of a step communicate, of which one would be enough."""
+    ddp, model = run.ddp, _bucket_model(run)
+    passes = model.passes_per_step() if model is not None else 0
+    if ddp is None or model is None or passes < 2 or run.is_tutti:
+        return
+    gains = []
+    for found in model.passes.values():
+        saved = [backward for ranks in found[:-1] for backward in ranks.values()]
+        gains.append(sum(b.finish - b.end for b in saved) / len(run.traces))
+    copied = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, "copy_bucket_to_grad"))
+    copies = [value * (passes - 1) / passes for value in copied[: len(gains)]]
+    more = [gain + copy for gain, copy in zip(gains, copies, strict=True)]
+    where = ddp.get("constructed_at")
+    yield _advice(
+        run,
+        "no_sync",
+        [gains, *_scaled(gains, 0.7, 1 / run.overhead), *_scaled(more, 1.2)],
+        change={"no_sync": passes},
+        passes=passes,
+        where=f" (DistributedDataParallel in {where})" if where else "",
+        last=passes - 1,
+    )
+
+
+def _reducer_s(trace: RankTrace, step: Step, name: str) -> float:
+    found = trace.reducer.get(name)
+    return found.between(step.start, step.end).seconds if found is not None else 0.0
+
+
+def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice if DDP copies the reduced gradients from its buckets into the gradients."""
+    ddp = run.ddp
+    if ddp is None or ddp["gradient_as_bucket_view"] or any(t.on_device for t in run.traces):
+        return
+    copied = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, "copy_bucket_to_grad"))
+    events = len(ddp["bytes"]) * _EVENT_S
+    low = [0.6 * max(0.0, seconds - events) / run.overhead for seconds in copied]
+    cure, change = _ddp_change(
+        run, ddp, "gradient_as_bucket_view", True, "--gradient-as-bucket-view"
+    )
+    copied_ms = 1e3 * fmean(copied)
+    yield _advice(run, "bucket_view", [low, copied], change=change, cure=cure, copied_ms=copied_ms)
+
+
+def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice if DDP searches for unused parameters and there are none."""
+    ddp = run.ddp
+    if ddp is None or not ddp["find_unused_parameters"] or ddp["has_unused"]:
+        return
+    name = "search_unused_parameters"
+    searched = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, name))
+    size = 4 * len(ddp["bytes"])  # the map of used parameters, which DDP all-reduces, too
+    maps = run.per_trace_step(
+        lambda trace, step: sum(
+            b.end - b.transfer_start for b in buckets_in(trace, step) if b.bytes == size
+        )
+    )
+    both = [search + used for search, used in zip(searched, maps, strict=True)]
+    cure, change = _ddp_change(run, ddp, "find_unused_parameters", False, "--no-find-unused")
+    lowest = _scaled(searched, 0.6 / run.overhead)
+    yield _advice(
+        run,
+        "find_unused",
+        [*lowest, searched, both],
+        change=change,
+        cure=cure,
+        searched_ms=1e3 * fmean(both),
+    )
+
+
+def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice if gradients are reduced after backward, although compute could hide this."""
-    reduced_late, hideable = False, []
+    reduced_late = False
     for trace in run.traces:
         for step in trace.steps:
             if step.gradients is None or buckets_in(trace, step):
@@ -219,94 +404,252 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
             if any(arrival < end for arrival in arrivals):
                 return
             reduced_late |= bool(arrivals)
-            hideable.append(trace.compute.between(first, end).seconds)
-    exposed = run.exposed("dp")
-    if reduced_late and exposed > 0:
-        gain = min(exposed, fmean(hideable))
-        yield _advice(run, "overlap", gain, hideable_ms=1e3 * fmean(hideable))
+    if not reduced_late:
+        return
+    hideable = run.per_trace_step(
+        lambda trace, step: trace.compute.between(*(step.gradients or (0.0, 0.0))).seconds
+    )
+    gains = list(map(min, run.exposed_steps("dp"), hideable))
+    lowest = 1 - 0.5 * run.contention  # the computation may become slower
+    yield _advice(
+        run,
+        "overlap",
+        _scaled(gains, lowest, 1.0),
+        hideable_ms=1e3 * fmean(hideable),
+    )
 
 
-def _grouping(run: ProfiledRun) -> Iterator[Advice]:
+def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice if there are many small messages. As one message, they cost one latency α."""
     all_reduces = run.collectives("all_reduce", "dp")
     small = [match for match in all_reduces if match.first.bucket_ready is None]
-    count = len(small) / run.step_count
-    cost, bound = _message_cost(all_reduces)
-    if cost is None or count < 4:
+    count = len(small) / len(run.step_numbers)
+    cost = _message_cost(all_reduces)
+    if cost is None or not cost.separated or count < 4:
         return
-    size = format_bytes(sum(match.first.bytes for match in small) / run.step_count)
-    gain = min(run.exposed("dp", bucket=False), cost.alpha * (count - 1))
-    yield _advice(run, "grouping", gain, count=count, size=size, bound=bound)
+    size = format_bytes(sum(match.first.bytes for match in small) / len(run.step_numbers))
+    saved = cost.alpha * (count - 1)
+    gains = [min(exposed, saved) for exposed in run.exposed_steps("dp", bucket=False)]
+    yield _advice(run, "grouping", _scaled(gains, 0.7, 1.0), count=count, size=size)
 
 
-def _replicate(run: ProfiledRun) -> Iterator[Advice]:
+def _gathers(run: ProfiledRun, backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
+    """Return a function that returns the all-gathers of forward or of backward in a step."""
+
+    def gathers(trace: RankTrace, step: Step) -> list[Collective]:
+        border = step.backward_start or step.end
+        return [
+            call
+            for call in trace.collectives_called_in(step)
+            if (call.operation, call.axis) == ("all_gather", "shard")
+            and (call.arrival >= border) == backward
+        ]
+
+    return gathers
+
+
+def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice to keep the parameters of FSDP2 units between forward and backward."""
+    units = [unit for unit in run.program.get("fsdp") or [] if unit["reshard_after_forward"]]
+    gathers = _gathers(run, backward=True)
+    more = sum(unit["bytes"] for unit in units)
+    memory = run.device_memory()
+    free = min((device * _MEMORY_FULL - used for used, device in memory), default=0)
+    if not units or run.is_tutti or (memory and more > free):
+        return
+
+    def exposed(trace: RankTrace, step: Step) -> float:
+        moving = Intervals.of((call.transfer_start, call.end) for call in gathers(trace, step))
+        return (moving - trace.compute).seconds
+
+    gains = run.per_trace_step(exposed)
+    # A gather also copies parameters in and out, and its ranks wait for each other.
+    yield _advice(
+        run,
+        "reshard",
+        _scaled(gains, 0.6 / run.overhead, 1.0, 1.6),
+        change={"fsdp": {"reshard_after_forward": False}},
+        units=len(units),
+        s="s" * (len(units) != 1),
+        more=format_bytes(more),
+    )
+
+
+def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice to gather the next FSDP2 unit during the computation of the present one.
+
+    On a CPU, FSDP2 waits for each gather before it continues, so prefetching changes nothing.
+    """
+    units = run.program.get("fsdp") or []
+    if len(units) < 3 or any(unit["forward_prefetch"] for unit in units):
+        return
+    if run.is_tutti or not all(trace.on_device for trace in run.traces):
+        return
+    gathers = _gathers(run, backward=False)
+
+    def hideable(trace: RankTrace, step: Step) -> float:
+        """Return the exposed time of each gather that the computation before could hide."""
+        total, before = 0.0, step.start
+        for call in sorted(gathers(trace, step), key=lambda call: call.start):
+            exposed = Intervals.of([(call.transfer_start, call.end)]) - trace.compute
+            computing = trace.compute.between(before, call.start).seconds
+            total += min(exposed.seconds, computing)
+            before = call.end
+        return total
+
+    gains = run.per_trace_step(hideable)
+    yield _advice(
+        run,
+        "prefetch",
+        _scaled(gains, 0.5, 1.0),
+        change={"fsdp": {"forward_prefetch": True}},
+        exposed_ms=1e3 * fmean(gains),
+    )
+
+
+def _replicate(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice to replicate. Replicas move 2/3 of the bytes that sharding moves."""
-    exposed = run.exposed("shard")
+    exposed = run.exposed_steps("shard")
     gathered = run.collectives("all_gather", "shard")
-    if exposed <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
+    if max(exposed) <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
         return
     ranks = gathered[0].first.group_size or len(gathered[0].members)
     # Parameters are gathered for forward and for backward. Replicas hold the parameters, the
     # gradients and Adam's two states in full instead of a shard of each.
-    model = sum(match.first.bytes for match in gathered) / run.step_count / 2
+    model = sum(match.first.bytes for match in gathered) / len(run.step_numbers) / 2
     more = 4 * model * (1 - 1 / ranks)
     memory = run.device_memory()
     free = min((device * _MEMORY_FULL - used for used, device in memory), default=0)
     if len(memory) == len(run.traces) and more < free:
-        values = {"exposed_ms": 1e3 * exposed, "more_gb": more / 1e9, "ranks": ranks}
-        yield _advice(run, "replicas", exposed / 3, **values)
+        yield _advice(
+            run,
+            "replicas",
+            _scaled(exposed, 0.2, 1 / 3, 0.5),
+            exposed_ms=1e3 * fmean(exposed),
+            more_gb=more / 1e9,
+            ranks=ranks,
+        )
 
 
-def _shard(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice to shard if replicas nearly fill the memory. Sharding moves more bytes."""
-    full = max((used / device for used, device in run.device_memory()), default=0)
-    if full > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
-        yield _advice(run, "sharding", None, used=_percent(full))
-
-
-def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
+def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice | None]:
     """Yield advice to use k microbatches: gradients are reduced once for k times the samples."""
     others = [_gain(advice) for advice in found if advice["id"] in _GRADIENT_ADVICE]
     gained = max(others, default=0.0)
-    exposed = run.exposed("dp") - gained
+    steps = [max(0.0, exposed - gained) for exposed in run.exposed_steps("dp")]
+    exposed = fmean(steps)
     rest = run.step_s - gained - exposed
     if exposed <= 0:
         return
     # k is the first number with which at most 5 % of the step is exposed.
     k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
-    gain = exposed * (1 - 1 / k)
     yield _advice(
-        run, "accumulation", gain, gained=gained, exposed_ms=1e3 * exposed, after=after, k=k
+        run,
+        "accumulation",
+        _scaled(steps, 0.7 * (1 - 1 / k), 1 - 1 / k),
+        gained=gained,
+        exposed_ms=1e3 * exposed,
+        after=after,
+        k=k,
+        others=k - 1,
     )
 
 
-def _input(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice to load data during the rest of the step, which needs load / rest workers."""
-    loads = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
-    rank = max(loads, key=lambda each: loads[each])
-    load = loads.pop(rank)
-    # The load time of this rank counts, not the mean, because the other ranks wait for it, too.
-    rest = run.step_s - load
-    waiter = f"rank {rank}" if loads and load >= 2 * fmean(loads.values()) else "a rank"
-    workers = math.ceil(load / rest) if rest > 0 else 1
-    cure = f"DataLoader(num_workers={workers})"
-    if any(trace.has_loader_workers for trace in run.traces):
-        cure = "more loader workers (the trace does not contain their number)"
-    time = f"{1e3 * load:.1f} ms per step ({_percent(load / run.step_s)})"
+def _input(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice to load data during the rest of the step, which needs load / rest workers.
+
+    With w workers a step takes as long as its other parts on the slowest rank, or as loading / w.
+    """
+    waits = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
+    loaders = [(t.capture_info.get("program") or {}).get("loader") or {} for t in run.traces]
+    workers = max(int(loader.get("workers", 0)) for loader in loaders)
+    has_workers = any(trace.has_loader_workers for trace in run.traces)
+    if max(waits.values()) <= 0 or (has_workers and not workers):
+        return
+    # tutti's loader without workers loads in a thread, so it is like one worker.
+    producers = max(1, workers) if run.is_tutti else workers
+    if workers and not run.is_tutti and max(loader.get("starved", 0) for loader in loaders) < 0.5:
+        return  # the batches are ready, and receiving them takes the time
+    own = {
+        trace.rank: [
+            step.seconds - step.parts["wait"] - step.parts["input"]
+            for step in run.steps
+            if step.rank == trace.rank and step.step in run.step_numbers
+        ]
+        for trace in run.traces
+    }
+    load = producers * run.step_s if producers else max(waits.values())
+    longest_own = max(map(median, own.values()))
+    needed = math.ceil(1.25 * load / longest_own) if longest_own > 0 else _MAX_WORKERS
+    count = min(_MAX_WORKERS, max(needed, workers + 1))
+    waited = [seconds for loader in loaders for seconds in loader.get("waited_s", [])]
+    on_cpu = sum(seconds for loader in loaders for seconds in loader.get("cpu_s", []))
+    cpus = run.cpus_per_rank
+    if cpus is not None and on_cpu > 0.5 * sum(waited):
+        count = min(count, max(1, int(cpus)))
+    if count <= workers:
+        return
+    process_cpu = max(((loader.get("process_cpu_s") or 0.0) for loader in loaders), default=0.0)
+    batch_bytes = max(int(loader.get("batch_bytes", 0)) for loader in loaders)
+    scenarios = []
+    for at_worst in (False, True):
+        fetch = _MAX_FETCH_S + batch_bytes * _MAX_FETCH_S_PER_BYTE if at_worst else _FETCH_S
+        slowest = load / count * (1.15 if at_worst else 1.0)
+        if at_worst and cpus and not producers:
+            # The process and its workers need at least this time of all CPUs.
+            slowest = max(slowest, process_cpu / cpus)
+        for scale in {1.0, 1 / run.overhead}:
+            lengths = run.per_step(lambda step: step.seconds)
+            rests = [max(column) for column in zip(*own.values(), strict=False)]
+            scenarios.append(
+                [
+                    scale * length - max(scale * rest + fetch, slowest)
+                    for length, rest in zip(lengths, rests, strict=False)
+                ]
+            )
+    late = late_rank(run.stragglers)
+    by_input = late is not None and late["excess"]["part"] == "input"
+    waiter = f"rank {late['rank']}" if late is not None and by_input else "each rank"
+    wait = waits[late["rank"]] if late is not None and by_input else fmean(waits.values())
+    time = f"{1e3 * wait:.1f} ms per step ({_percent(wait / run.step_s)})"
+    sites = [loader.get("constructed_at") for loader in loaders]
+    cure = run.argument("DataLoader", f"num_workers={count}", next(filter(None, sites), None))
+    change: dict[str, Any] = {"loader": {"num_workers": count, "persistent_workers": True}}
+    if run.is_tutti:
+        cure, change = f"--workers {count}", {"flags": {"--workers": str(count)}}
+    elif not any(loaders):
+        change = {}
+    elif any(sites):
+        change["loader_at"] = next(filter(None, sites))
     yield _advice(
-        run, "input", load, remains=0.0, waiter=waiter, time=time, cure=cure, workers=workers
+        run, "input", scenarios, change=change or None, waiter=waiter, time=time, cure=cure
     )
 
 
-def _straggler(run: ProfiledRun) -> Iterator[Advice]:
+def _straggler(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield the late rank, if it is late in most steps. `straggler_rows` defines the gain."""
     row = late_rank(run.stragglers)
     if row is None or not row["steady"] or row["excess"]["part"] == "input":
         return
-    values = {"cost_ms": 1e3 * row["cost_s"]["mean"], "excess": excess_text(row["excess"])}
-    cure = _straggler_cure(run, row["rank"], row["excess"]["part"])
-    yield _advice(run, "straggler", row["gain_s"], rank=row["rank"], cure=cure, **values)
+    rank = row["rank"]
+    costs = [
+        fmean(
+            step.waited_for.get(rank, 0.0)
+            for step in run.steps
+            if step.step == number and step.rank != rank
+        )
+        for number in run.step_numbers
+    ]
+    gains = [min(cost, row["gain_s"]) for cost in costs]
+    yield _advice(
+        run,
+        "straggler",
+        _scaled(gains, 0.7, 1.0),
+        cost_ms=1e3 * row["cost_s"]["mean"],
+        rank=rank,
+        excess=excess_text(row["excess"]),
+        cure=_straggler_cure(run, rank, row["excess"]["part"]),
+    )
 
 
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
@@ -325,57 +668,86 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
     return f"Compare the batch and the device of rank {rank} with those of the other ranks"
 
 
-def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice to bind ranks to separate CPUs. Then each rank could take the mean time."""
+def _shared_cpus(run: ProfiledRun) -> Iterator[tuple[str, list[RankTrace], int, int]]:
+    """Yield (host, traces, CPUs, threads of all ranks) of hosts whose ranks share CPUs."""
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
         cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]
         cpus = {cpu for cpu_list in cpu_lists for cpu in cpu_list}
         separate = sum(map(len, cpu_lists)) == len(cpus)
-        if len(traces) < 2 or not cpus or separate or any(trace.on_device for trace in traces):
-            continue
-        threads = sum(int(trace.capture_info.get("threads") or 0) for trace in traces)
-        times = [run.part("compute", t.rank) + run.part("hidden", t.rank) for t in traces]
+        if len(traces) > 1 and cpus and not separate and not any(t.on_device for t in traces):
+            threads = sum(int(trace.capture_info.get("threads") or 0) for trace in traces)
+            yield host or "a host", traces, len(cpus), threads
+
+
+def _cpu_binding(run: ProfiledRun) -> Iterator[Advice | None]:
+    """Yield advice to bind ranks to separate CPUs, with which all ranks could take the mean."""
+    for host, traces, cpus, _ in _shared_cpus(run):
         work = [trace.compute_estimate / len(trace.steps) for trace in traces]
-        gain = max(times) - fmean(times)
-        uneven = min(work) > 0 and max(work) < 1.02 * min(work) and gain > _MIN_GAIN * run.step_s
-        if not uneven and threads <= len(cpus):
+        if min(work) <= 0 or max(work) >= 1.02 * min(work) or cpus < len(traces):
             continue
-        cpus_per_rank = len(cpus) // len(traces)
-        load = f"{len(traces)} ranks use {threads} threads"
-        if uneven:
-            load = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
-        cure = "Bind each rank to its own CPUs with taskset, as tutti run does"
-        if not cpus_per_rank:
-            cure = f"Start at most {len(cpus)} ranks on this host"
-        elif threads > len(cpus):
-            cure += f", with {cpus_per_rank} threads (OMP_NUM_THREADS={cpus_per_rank})"
-        if not uneven:
-            cure += ". The trace does not show the gain, because all ranks are slowed equally"
-        known_gain = gain if uneven else None
-        yield _advice(
-            run, "binding", known_gain, load=load, cpus=len(cpus), host=host or "a host", cure=cure
+        times = {
+            trace.rank: [
+                step.parts["compute"] + step.parts["hidden"]
+                for step in run.steps
+                if step.rank == trace.rank
+            ]
+            for trace in traces
+        }
+        medians = {rank: median(values) for rank, values in times.items()}
+        slowest = max(medians, key=lambda rank: medians[rank])
+        columns = zip(*times.values(), strict=False)
+        gains = [
+            value - fmean(column) for value, column in zip(times[slowest], columns, strict=False)
+        ]
+        load = (
+            f"the same operators take {1e3 * min(medians.values()):.1f} to "
+            f"{1e3 * max(medians.values()):.1f} ms"
         )
+        yield _advice(run, "binding", _scaled(gains, 0.5, 1.0), load=load, cpus=cpus, host=host)
 
 
-def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
+def _too_many_threads(run: ProfiledRun) -> Iterator[str]:
+    for host, traces, cpus, threads in _shared_cpus(run):
+        if threads > cpus:
+            each = max(1, cpus // len(traces))
+            yield _TEXTS["threads"]["note"].format(
+                ranks=len(traces), threads=threads, cpus=cpus, host=host, each=each
+            )
+
+
+def _memory_full(run: ProfiledRun) -> Iterator[str]:
+    """Yield a note if replicas nearly fill the memory. Sharding moves more bytes."""
+    full = max((used / device for used, device in run.device_memory()), default=0)
+    if full > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
+        cure = "--layout shardN" if run.is_tutti else "fully_shard"
+        yield _TEXTS["memory"]["note"].format(used=_percent(full), cure=cure)
+
+
+def _gpu_gaps(run: ProfiledRun) -> Iterator[str]:
+    share = run.part("host_gap") / run.step_s
+    if any(trace.on_device for trace in run.traces) and share > _RUN_NOISE:
+        cure = "--compile, --cuda-graph" if run.is_tutti else "torch.compile, CUDA graphs"
+        yield _TEXTS["gaps"]["note"].format(share=_percent(share), cure=cure)
+
+
+def _microbatches(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice on microbatches. The bubble of p stages is (p - 1) / m of the work."""
-    bubble = run.part("bubble")
+    bubbles = run.per_step(lambda step: step.parts["bubble"])
     receives = [
         sum(call.operation in ("recv", "send_recv") for call in trace.collectives_called_in(step))
         for trace in run.traces
         for step in trace.steps
     ]
-    if bubble <= 0 or not any(receives):
+    if max(bubbles) <= 0 or not any(receives):
         return
     # The last stage receives only activations, once for each microbatch.
     count = min(filter(None, receives))
     yield _advice(
-        run, "microbatches", bubble / 2, count=count, es="es" * (count != 1), doubled=2 * count
+        run,
+        "microbatches",
+        _scaled(bubbles, 0.3, 0.5),
+        count=count,
+        es="es" * (count != 1),
+        doubled=2 * count,
     )
-
-
-def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
-    """Yield advice for an idle GPU. Launching fewer kernels saves at most the idle time."""
-    if any(trace.on_device for trace in run.traces):
-        yield _advice(run, "gaps", run.part("host_gap"))

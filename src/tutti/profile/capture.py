@@ -1,7 +1,7 @@
 """Capture runs torch.profiler on this rank for a few steps and writes one trace file per rank.
 
-This file imports only torch and the standard library, because `tutti profile -- COMMAND` loads the
-file into programs whose environment may not have tutti.
+This file and program_settings.py import only torch and the standard library, because `tutti profile
+-- COMMAND` loads them into programs whose environment may not have tutti.
 """
 
 import atexit
@@ -32,6 +32,9 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 from torch.utils.data import dataloader
+
+# A relative import, because the package is tutti_capture in programs without tutti.
+from .program_settings import LoaderTimes, read_settings
 
 _OTHER_PROFILER = "the program runs its own torch.profiler. Remove that profiler."
 # How long a rank that has written its trace waits for the other traces before it ends the program.
@@ -103,6 +106,7 @@ class Capture:
         self._device: torch.device | None = None  # the GPU that the program uses
         # The times of the steps during `wait` (without the profiler) and during `active`.
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
+        self._program_settings: dict[str, Any] = {}
         # Peak memory in bytes before the recording, and heap bytes added for the recording.
         self._peak_before, self._touched = 0, 0
         self._step_start: Any = None  # None if the current step is not timed
@@ -223,6 +227,8 @@ class Capture:
         if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
+        with contextlib.suppress(Exception):  # torch has no stable interface for some settings
+            self._program_settings = read_settings(self._batch_counter.loader_times)
         if not self.nvtx:
             self._peak_before = _peak_memory()
             size = min((self.active + 1) * _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES)
@@ -317,6 +323,7 @@ class Capture:
             "recorder": [],
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
+            "program": self._program_settings,
         }
         if _cuda.is_initialized():
             metadata["device_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -495,6 +502,7 @@ class _BatchCounter:
         self._loader: Any = None
         self._samples: float | None = 0.0
         self._counts = False
+        self.loader_times = LoaderTimes()
 
     def begin(self) -> None:
         self._loader, self._samples = None, 0.0
@@ -517,7 +525,7 @@ class _BatchCounter:
         original = getattr(owner, name)
 
         def counted(iterator: Any, *arguments: Any) -> Any:
-            batch = original(iterator, *arguments)
+            batch = self.loader_times.next_batch(original, iterator, *arguments)
             loader, samples = inspect(iterator, batch)
             if self._loader is None:
                 self._loader = loader

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tutti.measure.files import write_atomically
 from tutti.world.errors import UsageError
@@ -63,11 +63,18 @@ def resolve_command(arguments: Sequence[str], tutti_commands: Sequence[str]) -> 
     return [found, *rest]
 
 
-def run_captured(command: Sequence[str], settings: dict[str, Any]) -> int:
-    """Run a command, forward SIGTERM, and return the exit code as a shell reports it."""
+def run_captured(
+    command: Sequence[str], settings: dict[str, Any], output: IO[str] | None = None
+) -> int:
+    """Run a command, forward SIGTERM, and return the exit code as a shell reports it.
+
+    The command writes to the file `output` instead of standard output and standard error.
+    """
     env = captured_environment(settings, os.environ)
     # Keep inherited descriptors open, because MPICH's ranks reach mpirun through one of them.
-    with subprocess.Popen(command, env=env, close_fds=False) as process:
+    with subprocess.Popen(
+        command, env=env, close_fds=False, stdout=output, stderr=output
+    ) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         try:
             while True:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.measure.spread import middle_half, quartiles, summarize
-from tutti.profile.advice import ProfiledRun, advise
+from tutti.profile.advice import ProfiledRun, advise, findings_without_gain
 from tutti.profile.calibration import calibrate, mean_parts, timed_steps, typical_seconds
 from tutti.profile.collective_matching import (
     Clock,
@@ -50,6 +50,7 @@ class Explanation:
         """Return the content of the JSON: `ranks[]`, `steps[]`, `comm[]`, `stragglers[]`, …"""
         ranks = [self._rank_row(*pair) for pair in zip(self.traces, self.clocks, strict=True)]
         stragglers = straggler_rows([trace.rank for trace in self.traces], self.steps, self.matched)
+        run = ProfiledRun(self.traces, self.steps, self.matched, stragglers)
         return {
             "world_size": max(trace.world_size for trace in self.traces),
             "ranks": ranks,
@@ -69,8 +70,8 @@ class Explanation:
             "axes": axis_rows([step for trace in self.traces for step in self._typical(trace)]),
             "buckets": bucket_rows(self.traces),
             "stragglers": stragglers,
-            "advice": advise(ProfiledRun(self.traces, self.steps, self.matched, stragglers)),
-            "notes": self.notes + _imbalance_notes(ranks),
+            "advice": advise(run),
+            "notes": self.notes + _imbalance_notes(ranks) + findings_without_gain(run),
         }
 
     def _typical(self, trace: RankTrace) -> list[StepBreakdown]:

@@ -1,6 +1,6 @@
 """Prints an explanation as tables of 80 columns, or of 60 on a narrow terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean, median
 from typing import Any
 
@@ -184,8 +184,11 @@ def _advice(rows: dict[str, Any]) -> Iterator[str]:
         yield ""
     yield "advice, in the order to try (gains on the same cause do not add up)"
     for advice in rows["advice"][:_MAX_ADVICE]:
-        gain = ""
-        if advice["gain_s"] is not None:
-            share = f"{100 * advice['gain_share']:.0f} % of the step"
-            gain = f" (-{1e3 * advice['gain_s']:.1f} ms, {share})"
-        yield f"- {advice['finding']}. {advice['try']}{gain}"
+        yield f"- {advice['finding']}. {advice['try']} (gain {gain_text(advice)})"
+
+
+def gain_text(advice: Mapping[str, Any]) -> str:
+    """Return the band of a predicted gain, for example `12.1 to 18.0 ms, 30 to 45 % of the step`"""
+    low, high = (1e3 * seconds for seconds in advice["gain_s_band"])
+    shares = " to ".join(f"{100 * share:.0f}" for share in advice["gain_share_band"])
+    return f"{low:.1f} to {high:.1f} ms, {shares} % of the step"

@@ -259,6 +259,8 @@ class Step:
     end: float
     # The times of the first gradient and of the end of backward.
     gradients: tuple[float, float] | None = None
+    backward_start: float | None = None
+    accumulated: list[float] = field(default_factory=list)  # the time of each gradient
 
 
 @dataclass
@@ -288,6 +290,8 @@ class RankTrace:
     compute_estimate: float  # number of threads or multiplications, to compare ranks (0: unknown)
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
+    # The time in two functions of DDP's reducer: copy_bucket_to_grad and search_unused_parameters.
+    reducer: dict[str, Intervals] = field(default_factory=dict)
 
     def shift(self, seconds: float) -> None:
         """Add `seconds` to every time, to change to another clock."""
@@ -296,8 +300,14 @@ class RankTrace:
             setattr(self, name, Intervals(intervals.starts + seconds, intervals.ends + seconds))
         self.operators.starts += seconds
         self.operators.ends += seconds
+        for name, intervals in self.reducer.items():
+            moved = Intervals(intervals.starts + seconds, intervals.ends + seconds)
+            self.reducer[name] = moved
         for step in self.steps:
             step.start, step.end = step.start + seconds, step.end + seconds
+            step.accumulated = [moment + seconds for moment in step.accumulated]
+            if step.backward_start is not None:
+                step.backward_start += seconds
             if step.gradients is not None:
                 step.gradients = step.gradients[0] + seconds, step.gradients[1] + seconds
         for collective in self.collectives:

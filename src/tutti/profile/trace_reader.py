@@ -40,6 +40,7 @@ from tutti.profile.trace_file import Event, TraceFile
 
 # These wrappers call operators and may wait for communication, so their own time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
+_REDUCER = "torch.distributed.ddp.reducer::"
 # The event arguments that are kept. The other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
     "Input Dims",
@@ -106,6 +107,8 @@ class _TraceReader:
         self.engine = IntervalCollector()  # time in autograd's evaluate_function
         # The time in AccumulateGrad, for each thread.
         self.accumulating: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
+        self.accumulated = array("d")  # the end of each AccumulateGrad
+        self.reducer: dict[str, IntervalCollector] = defaultdict(IntervalCollector)
         self.kernels = _Kernels()
         self.memory = 0
         self.has_loader_workers = False
@@ -178,6 +181,9 @@ class _TraceReader:
                 self.engine.add(start, end)
                 if name.endswith("AccumulateGrad"):
                     self.accumulating[thread].add(start, end)
+                    self.accumulated.append(end)
+            elif name.startswith(_REDUCER):
+                self.reducer[name.removeprefix(_REDUCER)].add(start, end)
         else:
             self.operators[thread].add(start, end)
             self.operator_spans.add(name, start, end, thread)
@@ -264,6 +270,9 @@ class _TraceReader:
         self.steps.sort(key=lambda step: step.start)
         for step in self.steps:
             step.gradients = self._gradients(step.start, step.end)
+            engine = self.engine.intervals().between(step.start, step.end)
+            step.backward_start = float(engine.starts[0]) if len(engine.starts) else None
+            step.accumulated = sorted(t for t in self.accumulated if step.start < t <= step.end)
         if self.kernels:
             self._move_to_device_time()
         if not self.steps and self.last > self.first:
@@ -299,6 +308,7 @@ class _TraceReader:
             compute_estimate=self.compute_estimate,
             capture_info={key: value for key, value in captured.items() if key != "recorder"},
             notes=notes,
+            reducer={name: found.intervals() for name, found in self.reducer.items()},
         )
 
     def _steps_from_ranges(self) -> str | None:
@@ -365,6 +375,10 @@ class _TraceReader:
             if step.gradients is not None:
                 begin, end = map(device_done, step.gradients)
                 step.gradients = None if begin is None or end is None else (begin, end)
+            moved = map(device_done, step.accumulated)
+            step.accumulated = [moment for moment in moved if moment is not None]
+            if step.backward_start is not None:
+                step.backward_start = device_done(step.backward_start)
             # A step lasts from the start of its first kernel to the start of the next step.
             first = int(np.searchsorted(launches, step.start, side="left"))
             last = int(np.searchsorted(launches, step.end, side="right")) - 1

@@ -1,27 +1,29 @@
-"""Predicts a step with other DDP bucket sizes, with a small model that is fitted to the trace.
+"""Predicts a backward pass with other DDP buckets, from the recorded times of each gradient.
 
-A message of s bytes takes α + β·s seconds. Gradients become ready during backward at the same times
-as in the trace. A bucket is sent when it is full and a lane is free (NCCL has one lane, gloo has
-two). Transfers after backward and transfers while backward is idle are exposed. The model is also
-evaluated for the recorded buckets, and its results are scaled to the recorded time.
+The model follows DDP. A bucket has whole parameters, as torch itself has assigned them (see
+program_settings.py). A bucket is sent when all of its gradients are ready on all ranks, after the
+bucket before, and when a lane of the backend is free (NCCL has one lane, gloo has two). A message
+of s bytes takes α + β·s seconds. Gradients become ready at the recorded times, without the calls
+of the recorded buckets and with the calls of the other buckets.
 """
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from tutti.measure.collective_bandwidth import fit_alpha_beta
-from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
+from tutti.measure.collective_bandwidth import OPERATIONS, fit_alpha_beta
+from tutti.profile.rank_trace import Collective, RankTrace, Step
 from tutti.profile.step_breakdown import buckets_in
 
 _SEPARABLE = 4.0  # ratio of message sizes that separates latency from bandwidth
 _TOUCH = 1e-6  # seconds by which messages must overlap to count as concurrent
-_MAX_STEPS = 48  # maximum number of steps of all ranks. More steps hardly change the mean.
+_MAX_STEPS = 48  # maximum number of steps. More steps hardly change the quartiles.
+# The bandwidth of the slowest link that is assumed if messages of one size do not show it: 1 Gbit/s
+_SLOWEST_LINK = 0.125e9
 
 
 class MessageCost(NamedTuple):
@@ -29,7 +31,7 @@ class MessageCost(NamedTuple):
 
     alpha: float
     beta: float
-    separated: bool  # False if there is only one message size, so that all time counts as α
+    separated: bool  # False if the messages have about one size, so that all time counts as α
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
@@ -47,94 +49,196 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
             for size, times in by_size.items()
         ]
     )
-    return MessageCost(alpha, beta, separated=beta > 0)
+    return MessageCost(alpha, beta, separated=separable)
 
 
-class ExposedTime(NamedTuple):
-    """Seconds per step in which gradients move and nothing computes."""
+class _Backward(NamedTuple):
+    """One backward pass of one rank."""
 
-    within_backward: float  # time between operators of backward, when the rank is idle anyway
-    added: float  # time of calls during backward and transfers after it, which lengthen the step
+    ready: dict[int, float]  # the time of each gradient without the calls of buckets
+    end: float  # the end of the computation without the calls of buckets
+    call_seconds: float  # the time that the call for a bucket takes on the calling thread
+    finish: float  # the recorded end of the computation and of all buckets
+    buckets: list[Collective]
 
 
-class _BackwardPass(NamedTuple):
-    """One backward pass of one rank, with the cost of the all-reduce calls removed."""
+class _Result(NamedTuple):
+    finish: float  # mean over ranks
+    hidden: float  # seconds of transfers before the end of the computation, mean over ranks
 
-    ready: list[tuple[float, float]]  # (time, number of bytes ready until then), from 0 bytes
-    end: float
-    idle_share: float  # share of the pass in which nothing computes
-    call_seconds: float  # time that the call for a bucket takes on the calling thread
+
+@dataclass(frozen=True)
+class PredictedGain:
+    """The seconds that one change would save in each step: one list for each set of assumptions."""
+
+    scenarios: list[list[float]]
+    more_hidden: float  # seconds per step by which more communication runs during backward
 
 
 class BucketModel:
-    """Predicts the exposed time if the gradients of a traced run were sent in other buckets."""
+    """Predicts the gain of other buckets. `passes` is empty if the traces do not suffice."""
 
-    def __init__(self, traces: Sequence[RankTrace], cost: MessageCost, measured: float) -> None:
-        """`measured` is the exposed time per step of the recorded buckets, for calibration."""
-        all_steps = [(trace, step) for trace in traces for step in trace.steps]
-        chosen = all_steps[:: 1 + len(all_steps) // _MAX_STEPS]
-        found = [(trace, step, buckets_in(trace, step)) for trace, step in chosen]
-        found = [each for each in found if each[2] and each[1].gradients]
-        self.cost = cost
-        self.lanes = max((_max_concurrent(buckets) for *_, buckets in found), default=1)
-        self._passes = [_backward_pass(*each) for each in found]
-        self.sizes = [[bucket.bytes for bucket in buckets] for *_, buckets in found]
-        # Only the added time is scaled, because the time within backward cannot exceed backward.
-        self.ratio: float | None = 1.0
-        model = self._predict(self.sizes) if found else ExposedTime(0.0, 0.0)
-        rest = measured - model.within_backward
-        self.ratio = rest / model.added if model.added > 0 and rest > 0 else None
-        self.recorded = ExposedTime(model.within_backward, model.added * (self.ratio or 0.0))
+    def __init__(self, traces: Sequence[RankTrace], ddp: dict[str, Any]) -> None:
+        self._bytes: list[int] = ddp["bytes"]
+        self._present: list[list[int]] = ddp["buckets"]
+        by_step: dict[tuple[int, int], dict[int, _Backward]] = defaultdict(dict)
+        for trace in traces:
+            for step in trace.steps:
+                for number, backward in enumerate(_backward_passes(trace, step, ddp)):
+                    by_step[step.number, number][trace.rank] = backward
+        complete = {key: found for key, found in by_step.items() if len(found) == len(traces)}
+        chosen = sorted(complete)[: _MAX_STEPS // max(1, len(traces))]
+        self.passes: dict[int, list[dict[int, _Backward]]] = defaultdict(list)
+        for key in chosen:
+            self.passes[key[0]].append(complete[key])
+        everything = [ranks for passes in self.passes.values() for ranks in passes]
+        recorded = [backward for ranks in everything for backward in ranks.values()]
+        self.lanes = max((_max_concurrent(each.buckets) for each in recorded), default=1)
+        self.messages = {
+            number: [point for ranks in passes for point in _points(ranks)]
+            for number, passes in self.passes.items()
+        }
+        sizes = [bucket.bytes for backward in recorded for bucket in backward.buckets]
+        self.largest = max(sizes, default=0)
+        self.bucket_count = len(self._present)
+        # Less than 1 if a hook compresses the gradients.
+        passes_sent = len(recorded) * sum(self._bytes)
+        self._sent_share = sum(sizes) / passes_sent if passes_sent else 1.0
 
-    def with_bucket_size(self, size: float) -> ExposedTime:
-        """Return the exposed time per step with buckets of `size` bytes."""
-        sizes = []
-        for backward in self._passes:
-            total = backward.ready[-1][1]
-            count = max(1, int(-(-total // size)))
-            sizes.append([size] * (count - 1) + [total - size * (count - 1)])
-        return self._predict(sizes)
+    def passes_per_step(self) -> int:
+        """Return the number of backward passes with communication in a step."""
+        return max(map(len, self.passes.values()), default=0)
 
-    def _predict(self, sizes: Sequence[Sequence[float]]) -> ExposedTime:
-        results = [self._send(*each) for each in zip(self._passes, sizes, strict=True)]
-        within, added = map(fmean, zip(*results, strict=True))
-        return ExposedTime(within, added * (self.ratio or 0.0))
+    def gain(
+        self, buckets: Sequence[Sequence[int]], cost: MessageCost, ranks: int, overhead: float
+    ) -> PredictedGain:
+        """Return the gain of other buckets. Recorded steps take `overhead` times as long."""
+        scenarios: list[list[float]] = []
+        more_hidden: list[float] = []
+        largest = max(map(self._size, buckets))
+        for variant in self._cost_variants(cost, largest, ranks):
+            for scale in {1.0, 1 / overhead}:
+                modelled, recorded = [], []
+                for number, passes in self.passes.items():
+                    fitted = variant or fit_message_cost(self.messages[number]) or cost
+                    gains, gains_of_recorded = 0.0, 0.0
+                    for one_pass in passes:
+                        now = self._send(one_pass, self._present, fitted, scale)
+                        new = self._send(one_pass, buckets, fitted, scale)
+                        gains += now.finish - new.finish
+                        finish = fmean(backward.finish for backward in one_pass.values())
+                        gains_of_recorded += finish - new.finish
+                        more_hidden.append((new.hidden - now.hidden) * len(passes))
+                    modelled.append(gains)
+                    recorded.append(gains_of_recorded)
+                scenarios.append(modelled)
+                if scale == 1.0:
+                    scenarios.append(recorded)
+        return PredictedGain(scenarios, median(more_hidden))
 
-    def _send(self, backward: _BackwardPass, sizes: Sequence[float]) -> ExposedTime:
+    def _cost_variants(
+        self, cost: MessageCost, largest: float, ranks: int
+    ) -> Iterator[MessageCost | None]:
+        """Yield costs that agree with the recorded messages. None fits each step by itself."""
+        yield cost
+        if cost.separated:
+            yield None
+            if largest > _SEPARABLE * self.largest:  # the fit is extrapolated
+                yield cost._replace(beta=cost.beta / 2)
+                # The messages would not show a β that adds a quarter of α to the largest of them.
+                unseen = cost.alpha / 4 / max(1, self.largest)
+                yield cost._replace(beta=max(2 * cost.beta, unseen))
+            return
+        size = median(size for points in self.messages.values() for size, _ in points)
+        factor = OPERATIONS["all_reduce"].bus_factor(ranks)
+        beta = min(cost.alpha / max(1, size), factor / _SLOWEST_LINK)
+        yield MessageCost(cost.alpha - beta * size, beta, separated=False)
+
+    def _size(self, bucket: Sequence[int]) -> float:
+        return self._sent_share * sum(self._bytes[index] for index in bucket)
+
+    def _send(
+        self,
+        ranks: dict[int, _Backward],
+        buckets: Sequence[Sequence[int]],
+        cost: MessageCost,
+        scale: float,
+    ) -> _Result:
         lanes = [float("-inf")] * self.lanes  # the time at which each lane becomes free
-        moments, bytes_ready = zip(*backward.ready, strict=True)
+        origin = min(min(backward.ready.values()) for backward in ranks.values())
+
+        def scaled(moment: float) -> float:
+            return origin + (moment - origin) * scale
+
+        called = dict.fromkeys(ranks, float("-inf"))  # the time of the last call of each rank
         transfers = []
-        for number, moment in enumerate(np.interp(np.cumsum(sizes), bytes_ready, moments)):
-            start = max(float(moment) + number * backward.call_seconds, lanes[0])
-            transfers.append((start, start + self.cost.alpha + self.cost.beta * sizes[number]))
-            heapq.heapreplace(lanes, transfers[-1][1])
-        calls = len(sizes) * backward.call_seconds
-        end = backward.end + calls
-        within = Intervals.of(transfers).between(moments[0], end).seconds
-        return ExposedTime(backward.idle_share * within, calls + max(0.0, max(lanes) - end))
+        for number, bucket in enumerate(buckets):
+            for rank, backward in ranks.items():
+                full = scaled(max(backward.ready[index] for index in bucket))
+                full += number * backward.call_seconds
+                called[rank] = max(full, called[rank] + backward.call_seconds)
+            start = max(*called.values(), lanes[0])
+            end = start + cost.alpha + cost.beta * self._size(bucket)
+            transfers.append((start, end))
+            heapq.heapreplace(lanes, end)
+        finishes, hidden = [], []
+        for backward in ranks.values():
+            end = scaled(backward.end) + len(buckets) * backward.call_seconds
+            finishes.append(max(end, *lanes))
+            hidden.append(sum(max(0.0, min(done, end) - start) for start, done in transfers))
+        return _Result(fmean(finishes), fmean(hidden))
 
 
-def _backward_pass(trace: RankTrace, step: Step, buckets: list[Collective]) -> _BackwardPass:
-    assert step.gradients is not None
-    first, end = step.gradients
-    # On a GPU the calls run ahead of the device, but on a CPU a call blocks the backward pass.
-    call = 0.0 if trace.on_device else median(b.call_returned - b.arrival for b in buckets)
-    called = [bucket.bucket_ready or bucket.arrival for bucket in buckets]
-    moments = [moment - number * call for number, moment in enumerate(called)]
-    # With gradient accumulation only the last pass has buckets. Assume that gradients became ready
-    # at the same rate before the first bucket was full as afterwards.
-    rest = sum(bucket.bytes for bucket in buckets[1:])
-    if rest and moments[-1] > moments[0]:
-        first = max(first, moments[0] - (moments[-1] - moments[0]) * buckets[0].bytes / rest)
-    ready, total = [(min(first, moments[0]), 0.0)], 0.0
-    for moment, bucket in zip(moments, buckets, strict=True):
-        total += bucket.bytes
-        ready.append((max(moment, ready[-1][0]), total))
-    begin = ready[0][0]
-    end = max(end - len(buckets) * call, ready[-1][0])
-    computing = trace.compute.between(begin, end + len(buckets) * call).seconds
-    idle_share = max(0.0, 1 - computing / (end - begin)) if end > begin else 0.0
-    return _BackwardPass(ready, end, idle_share, call)
+def gradient_buckets(trace: RankTrace, step: Step, parameters: int) -> list[Collective]:
+    """Return the DDP buckets of a step without the map of used parameters.
+
+    With find_unused_parameters DDP also all-reduces this map, which has one int32 per parameter.
+    """
+    return [bucket for bucket in buckets_in(trace, step) if bucket.bytes != 4 * parameters]
+
+
+def _backward_passes(trace: RankTrace, step: Step, ddp: dict[str, Any]) -> Iterator[_Backward]:
+    """Yield the backward passes of a step in which all buckets were sent."""
+    order = ddp["ready_order"]
+    count, times = len(order), step.accumulated
+    if step.gradients is None or not count or not times or len(times) % count:
+        return
+    used_map = count if ddp["find_unused_parameters"] else -1
+    buckets = gradient_buckets(trace, step, used_map)
+    before = step.start
+    for first in range(0, len(times), count):
+        moments = times[first : first + count]
+        is_last = first + count == len(times)
+        after = step.end if is_last else moments[-1]
+        sent = [each for each in buckets if before < (each.bucket_ready or 0.0) <= after]
+        before = moments[-1]
+        if len(sent) != len(ddp["buckets"]):
+            continue
+        # On a GPU the calls run ahead of the device, but on a CPU a call blocks the backward pass.
+        calls = [0.0 if trace.on_device else b.call_returned - b.arrival for b in sent]
+        ready, position, blocked = {}, 0, 0.0
+        for moment, parameter in zip(moments, order, strict=True):
+            while position < len(sent) and (sent[position].bucket_ready or 0.0) <= moment:
+                blocked += calls[position]
+                position += 1
+            ready[parameter] = moment - blocked
+        end = max(step.gradients[1] if is_last else moments[-1], moments[-1])
+        yield _Backward(
+            ready=ready,
+            end=max(end - sum(calls), *ready.values()),
+            call_seconds=median(calls),
+            finish=max(end, *(bucket.end for bucket in sent)),
+            buckets=sent,
+        )
+
+
+def _points(ranks: dict[int, _Backward]) -> list[tuple[int, float]]:
+    """Return (bytes, seconds of moving data) of each bucket of one backward pass."""
+    columns = zip(*(backward.buckets for backward in ranks.values()), strict=True)
+    return [
+        (members[0].bytes, max(member.end - member.transfer_start for member in members))
+        for members in columns
+    ]
 
 
 def _max_concurrent(buckets: Sequence[Collective]) -> int:

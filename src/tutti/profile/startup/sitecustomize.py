@@ -37,6 +37,7 @@ def _begin_capture(settings: dict[str, Any]) -> None:
     try:
         # This prevents a crash in gloo's threads at exit, which would lose the profile.
         atexit.register(_load("liveness").wait_for_gloo_threads)
+        _load("program_settings").watch_constructors(settings.pop("changes", {}))
         _load("capture").Capture(**settings, replace=False).follow_program()
     except Exception as error:  # the program must run whether or not it can be captured
         print(f"tutti profile: this process is not captured: {error!r}", file=sys.stderr)

@@ -1,0 +1,291 @@
+"""How well `tutti profile` predicts the gain of its advice, over many small programs.
+
+    python benchmarks/advice_accuracy.py --json advice_accuracy_MACHINE_DATE.json
+
+Each workload is an ordinary program of two ranks, or a command of tutti. `tutti profile
+--try-advice` records it, tries its first advice that can be applied, and measures the gain in five
+pairs of runs. The prediction is right if the measured gain lies in the printed band. If no advice
+is offered, changes that could help are measured, too: an advice is missing if a change gains more
+than 10 % of the step in each of its pairs. An advice that repeats the present setting is an error.
+
+Several workloads run at the same time, each bound to its own CPUs (--cpus of them).
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+MISSED_SHARE = 0.10  # of the step
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A program. Times are seconds."""
+
+    widths: tuple[int, ...] = (256,) * 9  # of the linear layers
+    batch: int = 64
+    ddp: dict[str, Any] = field(default_factory=dict)  # arguments of DistributedDataParallel
+    engine: str = "ddp"  # or fsdp
+    reshard: bool = True  # reshard_after_forward of fsdp
+    load_s: float = 0.0  # the dataset sleeps for each batch
+    load_work: int = 0  # the dataset multiplies matrices of this size for each batch
+    slow_rank: int | None = None  # only this rank sleeps
+    workers: int = 0
+    passes: int = 1  # backward passes per step
+    no_sync: bool = False
+    extra_batch: int = 0  # samples that rank 1 computes in addition
+    command: tuple[str, ...] = ()  # a command of tutti instead of this program
+    alternatives: tuple[dict[str, Any], ...] = ()  # tried if no advice is offered
+
+
+def bucket_sizes(*sizes: float) -> tuple[dict[str, Any], ...]:
+    return tuple({"ddp": {"bucket_cap_mb": size}} for size in sizes)
+
+
+NARROW = tuple(64 if n % 3 else 192 for n in range(25))
+DEEP = (32,) * 150
+WIDE = (1024,) * 9  # 8 layers of 4 MB
+MIXED = (128, 512, 1024, 512, 128, 1024, 256, 1024)
+VIEW = {"ddp": {"gradient_as_bucket_view": True}}
+WORKERS = {"loader": {"num_workers": 2, "persistent_workers": True}}
+WORKLOADS = {
+    "tiny_buckets": Workload(NARROW, ddp={"bucket_cap_mb": 0.01}),
+    "small_buckets_equal_layers": Workload(
+        (256,) * 17, ddp={"bucket_cap_mb": 0.1}, alternatives=bucket_sizes(1, 25)
+    ),
+    "small_buckets_mixed_layers": Workload(MIXED, ddp={"bucket_cap_mb": 0.1}),
+    "small_buckets_wide_layers": Workload(
+        WIDE, ddp={"bucket_cap_mb": 1}, alternatives=bucket_sizes(10, 50)
+    ),
+    "default_buckets": Workload(WIDE, alternatives=bucket_sizes(5, 50)),
+    "one_bucket_much_compute": Workload(
+        WIDE, batch=512, ddp={"bucket_cap_mb": 200}, alternatives=bucket_sizes(5, 10)
+    ),
+    "many_small_parameters": Workload(DEEP, batch=16, alternatives=(VIEW, *bucket_sizes(0.1))),
+    "many_small_parameters_tiny_buckets": Workload(DEEP, batch=16, ddp={"bucket_cap_mb": 0.005}),
+    "copied_gradients": Workload(WIDE, batch=8, alternatives=(VIEW,)),
+    "find_unused": Workload(
+        DEEP,
+        batch=16,
+        ddp={"find_unused_parameters": True},
+        alternatives=({"ddp": {"find_unused_parameters": False}},),
+    ),
+    "slow_loader": Workload(load_s=0.02),
+    "very_slow_loader": Workload(load_s=0.08),
+    "slow_loader_of_one_rank": Workload(load_s=0.03, slow_rank=1),
+    "loader_that_computes": Workload(load_work=500, alternatives=(WORKERS,)),
+    "too_few_workers": Workload((512,) * 9, batch=256, load_s=0.1, workers=1),
+    "enough_workers": Workload(load_s=0.005, workers=4, alternatives=bucket_sizes(25)),
+    "accumulation_without_no_sync": Workload(WIDE, batch=16, passes=4),
+    "accumulation_small_model": Workload(NARROW, passes=3),
+    "accumulation_with_no_sync": Workload(
+        (512,) * 9, batch=256, passes=4, no_sync=True, alternatives=bucket_sizes(1)
+    ),
+    "fsdp_resharded": Workload((768,) * 9, engine="fsdp", batch=32),
+    "fsdp_not_resharded": Workload((768,) * 9, engine="fsdp", reshard=False, batch=32),
+    "uneven_batch": Workload((512,) * 9, extra_batch=128, alternatives=bucket_sizes(1)),
+    "balanced": Workload((512,) * 9, batch=512, alternatives=(*bucket_sizes(1, 25), VIEW)),
+    "tutti_train_tiny_buckets": Workload(
+        command=(
+            *("train", "--recipe", "lenet", "--ranks", "2", "--backend", "gloo"),
+            *("--bucket-mb", "0.002", "--steps", "200"),
+        )
+    ),
+}
+
+
+def train(load: Workload, steps: int) -> None:
+    """One rank of the program."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, Dataset
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    batch = load.batch + (load.extra_batch if rank == 1 else 0)
+    matrix = torch.randn(load.load_work, load.load_work)
+
+    class Samples(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return batch * steps * load.passes
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index % batch == 0 and load.slow_rank in (None, rank):
+                time.sleep(load.load_s)
+                if load.load_work:
+                    torch.mm(matrix, matrix)
+            return torch.ones(load.widths[0])
+
+    blocks = [nn.Sequential(nn.Linear(*sizes), nn.ReLU()) for sizes in pairwise(load.widths)]
+    model: Any = nn.Sequential(*blocks)
+    if load.engine == "fsdp":
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=load.reshard)
+        fully_shard(model, reshard_after_forward=load.reshard)
+    else:
+        model = DistributedDataParallel(model, **load.ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(Samples(), batch_size=batch, num_workers=load.workers)
+    for number, inputs in enumerate(loader, 1):
+        is_last = number % load.passes == 0
+        if load.no_sync and not is_last:
+            with model.no_sync():
+                model(inputs).square().mean().backward()
+        else:
+            model(inputs).square().mean().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+def measure(name: str, cpus: list[int], pairs: int) -> dict[str, Any]:
+    """Profile one workload on these CPUs, and try its advice or its alternatives."""
+    load = WORKLOADS[name]
+    bound = ["taskset", "-c", ",".join(map(str, cpus))]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = [*launcher, f"--nproc-per-node={RANKS}", __file__, "--train", name]
+    program = list(load.command) or program
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        words = [*bound, sys.executable, "-m", "tutti", "profile", "--try-advice", "--active", "10"]
+        words += ["--wait", "5", "--out", f"{folder}/out", "--json", str(result), "--", *program]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
+        row: dict[str, Any] = {"workload": name, "settings": asdict(load), "cpus": cpus}
+        if done.returncode or not result.is_file():
+            return row | {"error": (done.stdout + done.stderr)[-2000:]}
+        profile = json.loads(result.read_text())
+        keys = ("id", "gain_s", "gain_s_band", "finding", "try", "change")
+        row["step_s"] = median(step["seconds"] for step in profile["steps"])
+        row["advice"] = [{key: each[key] for key in keys} for each in profile["advice"]]
+        row["tried"] = tried = profile.get("tried")
+        if tried is not None:
+            row["within"] = tried["within"]
+        else:
+            row["alternatives"] = [
+                _alternative(bound, program, change, row["step_s"], f"{folder}/{number}", pairs)
+                for number, change in enumerate(load.alternatives)
+            ]
+            row["missed"] = any(each["is_gain"] for each in row["alternatives"])
+    return row | {"seconds": time.monotonic() - began}
+
+
+def _alternative(
+    bound: list[str],
+    program: list[str],
+    change: dict[str, Any],
+    step_s: float,
+    out: str,
+    pairs: int,
+) -> dict[str, Any]:
+    from tutti.profile.try_advice import try_change
+
+    result = try_change([*bound, *program], change, step_s, Path(out), pairs)
+    shares = [
+        1 - after / before
+        for before, after in zip(result["without_s"], result["with_s"], strict=True)
+    ]
+    return result | {"is_gain": min(shares) > MISSED_SHARE}
+
+
+def text(row: dict[str, Any]) -> str:
+    name = f"{row['workload']:<36}"
+    if "error" in row:
+        return f"{name} failed: {row['error']}"
+    if (tried := row["tried"]) is None:
+        others = ", ".join(f"{100 * each['gain_share']:+.0f} %" for each in row["alternatives"])
+        offered = ", ".join(each["id"] for each in row["advice"]) or "no advice"
+        verdict = "MISSED" if row["missed"] else "right"
+        return f"{name} {offered}; alternatives gain {others or 'nothing known'}: {verdict}"
+    low, high = (1e3 * seconds for seconds in tried["predicted_gain_s_band"])
+    gain, quartiles = tried["gain_s"]["p50"], tried["gain_s"]["quartiles"]
+    verdict = "within" if row["within"] else "OUTSIDE"
+    return (
+        f"{name} {tried['id']:<12} step {1e3 * row['step_s']:6.1f} ms, predicted {low:5.1f} to "
+        f"{high:5.1f}, measured {1e3 * gain:5.1f} ({1e3 * quartiles[0]:.1f} to "
+        f"{1e3 * quartiles[1]:.1f}): {verdict}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--only", help="names of workloads, separated by commas")
+    parser.add_argument("--cpus", type=int, default=4, help="CPUs of each workload")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of runs of each alternative")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(WORKLOADS[options.train], steps=1000)
+        return
+    names = options.only.split(",") if options.only else list(WORKLOADS)
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        parser.error(f"--only {unknown[0]} is unknown. Known workloads: {', '.join(WORKLOADS)}")
+    present = sorted(os.sched_getaffinity(0))
+    size = min(options.cpus, len(present))
+    free: SimpleQueue[list[int]] = SimpleQueue()
+    for first in range(0, len(present) - size + 1, size):
+        free.put(present[first : first + size])
+    began = time.monotonic()
+
+    def run(name: str) -> dict[str, Any]:
+        cpus = free.get()
+        try:
+            row = measure(name, cpus, options.pairs)
+        finally:
+            free.put(cpus)
+        print(text(row), flush=True)
+        return row
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        rows = list(pool.map(run, names))
+    tried = [row for row in rows if row.get("tried")]
+    summary = {
+        "workloads": len(rows),
+        "tried": len(tried),
+        "within": sum(row["within"] for row in tried),
+        "none_offered": sum("missed" in row for row in rows),
+        "missed": sum(row.get("missed", False) for row in rows),
+        "failed": sum("error" in row for row in rows),
+        "seconds": time.monotonic() - began,
+    }
+    print(json.dumps(summary))
+    if options.json:
+        import torch
+
+        machine = {
+            "cpu": _cpu_name(),
+            "cpus": len(present),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        content = {"command": sys.argv, "machine": machine, "summary": summary, "rows": rows}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+
+
+if __name__ == "__main__":
+    main()

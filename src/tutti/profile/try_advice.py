@@ -1,0 +1,170 @@
+"""Tries an advice: runs a program alternately without and with its change, and times the steps.
+
+The program is not edited. A change is applied when the program starts, by program_settings.py in
+every process, or as a flag of `tutti train`. Each run ends after the timed steps.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tutti.measure.spread import quartiles
+from tutti.profile.captured_command import run_captured
+from tutti.profile.profile_table import gain_text
+from tutti.profile.trace_file import TraceFile
+from tutti.world.errors import UsageError
+
+PAIRS = 5
+# A run skips the first steps and times the following ones: as many as take about two seconds.
+_SKIPPED_STEPS, _MIN_STEPS, _MAX_STEPS, _TIMED_SECONDS = 5, 20, 100, 2.0
+
+
+def choose_advice(rows: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the first advice that can be applied, and a line for each advice before it."""
+    skipped: list[str] = []
+    for advice in rows["advice"]:
+        if advice["change"]:
+            return advice, skipped
+        skipped.append(f"advice {advice['id']} cannot be applied automatically")
+    return None, skipped
+
+
+def try_change(
+    command: Sequence[str],
+    change: Mapping[str, Any],
+    step_s: float,
+    folder: Path,
+    pairs: int = PAIRS,
+) -> dict[str, Any]:
+    """Run pairs of runs in the order AB BA AB …, and return the time of a step in each run.
+
+    `step_s` is the expected time of a step. Traces and the output of the program go to `folder`.
+    """
+    steps = min(_MAX_STEPS, max(_MIN_STEPS, math.ceil(_TIMED_SECONDS / step_s)))
+    flags = change.get("flags", {})
+    changes = {name: value for name, value in change.items() if name != "flags"}
+    variants = {
+        "without": (list(command), {}),
+        "with": (with_flags(command, flags), changes),
+    }
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    for number in range(pairs):
+        order = list(variants) if number % 2 == 0 else list(variants)[::-1]
+        for name in order:
+            place = folder / f"{number + 1}-{name}"
+            times[name].append(_time_steps(*variants[name], steps, place))
+        print(
+            f"pair {number + 1} of {pairs}: {1e3 * times['without'][-1]:.2f} ms per step without "
+            f"the change, {1e3 * times['with'][-1]:.2f} ms with it",
+            file=sys.stderr,
+        )
+    gains = [before - after for before, after in zip(*times.values(), strict=True)]
+    before = median(times["without"])
+    return {
+        "change": dict(change),
+        "pairs": pairs,
+        "steps": steps,
+        "without_s": times["without"],
+        "with_s": times["with"],
+        "gain_s": {"p50": median(gains), "quartiles": list(quartiles(gains))},
+        "gain_share": median(gains) / before,
+    }
+
+
+def compare_with_prediction(
+    advice: Mapping[str, Any], measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `tried` of the JSON: the measured gain, and whether it lies in the predicted band."""
+    low, high = advice["gain_s_band"]
+    return {
+        "id": advice["id"],
+        "predicted_gain_s_band": [low, high],
+        "within": low <= measured["gain_s"]["p50"] <= high,
+        **measured,
+    }
+
+
+def tried_lines(advice: Mapping[str, Any], tried: Mapping[str, Any]) -> Iterator[str]:
+    gain, (low, high) = tried["gain_s"]["p50"], tried["gain_s"]["quartiles"]
+    yield f"tried {advice['id']}: {change_text(tried['change'])}"
+    yield f"  predicted gain {gain_text(advice)}"
+    yield (
+        f"  measured gain {1e3 * gain:.1f} ms (quartiles {1e3 * low:.1f} to {1e3 * high:.1f}), "
+        f"{100 * tried['gain_share']:.0f} % of the step: "
+        f"{'within' if tried['within'] else 'outside'} the prediction"
+    )
+    without, changed = median(tried["without_s"]), median(tried["with_s"])
+    yield (
+        f"  {1e3 * without:.2f} ms per step without the change, {1e3 * changed:.2f} ms with it; "
+        f"{tried['pairs']} pairs of runs, {tried['steps']} steps each"
+    )
+
+
+def change_text(change: Mapping[str, Any]) -> str:
+    """Return a change as text, for example `DistributedDataParallel(bucket_cap_mb=25.0)`."""
+    texts = []
+    for name, kind in (("ddp", "DistributedDataParallel"), ("loader", "DataLoader")):
+        if arguments := change.get(name):
+            values = ", ".join(f"{key}={value}" for key, value in arguments.items())
+            texts.append(f"{kind}({values})")
+    if passes := change.get("no_sync"):
+        texts.append(f"no_sync() in {passes - 1} of {passes} backward passes")
+    for key, value in change.get("fsdp", {}).items():
+        texts.append(f"FSDP {key}={value}")
+    for flag, value in change.get("flags", {}).items():
+        texts.append(flag if value is None else f"{flag} {value}")
+    return ", ".join(texts)
+
+
+def with_flags(command: Sequence[str], flags: Mapping[str, str | None]) -> list[str]:
+    """Return a command of tutti with these flags, which replace flags of the same name."""
+    result = list(command)
+    for flag, value in flags.items():
+        kept, skip = [], False
+        for word in result:
+            if skip:
+                skip = False
+            elif word == flag:
+                skip = value is not None
+            elif not word.startswith(f"{flag}="):
+                kept.append(word)
+        result = [*kept, flag, *([] if value is None else [value])]
+    return result
+
+
+def _time_steps(command: Sequence[str], changes: dict[str, Any], steps: int, folder: Path) -> float:
+    """Return the median time of a step over all timed steps of all ranks."""
+    folder.mkdir(parents=True)
+    settings = {
+        "directory": str(folder / "traces"),
+        "wait": _SKIPPED_STEPS + steps,  # these steps are timed without the profiler
+        "warmup": 0,
+        "active": 1,
+        "stop": True,
+        "changes": changes,
+    }
+    log = folder / "output.txt"
+    with log.open("w") as output:
+        code = run_captured(command, settings, output)
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    kind = "with the change" if changes else "without a change"
+    if code:
+        raise UsageError(
+            f"--try-advice: the program ended with code {code} {kind}. See its output in {log}."
+        )
+    times: list[float] = []
+    for path in (folder / "traces").glob("rank*"):
+        file = TraceFile(path)
+        for _ in file.events():  # the metadata is complete after the events
+            pass
+        times += (file.metadata.get("tutti") or {}).get("step_s", [])[_SKIPPED_STEPS:]
+    if not times:
+        raise UsageError(
+            f"--try-advice times {steps} steps after {_SKIPPED_STEPS} others, but the program took "
+            f"fewer. Train longer. Its output is in {log}."
+        )
+    return median(times)
