@@ -19,9 +19,9 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     sent: list[int] = []
 
-    def hook(_: Any, bucket: Any) -> Any:
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent.append(bucket.index())
-        future: Any = torch.futures.Future()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 

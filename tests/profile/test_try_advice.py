@@ -33,7 +33,7 @@ def test_a_change_reaches_the_program_only_in_the_runs_with_the_change(tmp_path:
     change = {
         "ddp": {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True},
         "loader": {"num_workers": 1, "persistent_workers": True},
-        "loader_at": f"{PROGRAM}:{at}",
+        "loader_at": f"{PROGRAM.relative_to(Path.cwd())}:{at}",
         "no_sync": 2,
     }
     command = [sys.executable, str(PROGRAM), str(tmp_path)]

@@ -227,8 +227,7 @@ class Capture:
         if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
-        with contextlib.suppress(Exception):  # torch has no stable interface for some settings
-            self._program_settings = read_settings(self._batch_counter.loader_times)
+        self._program_settings = read_settings(self._batch_counter.loader_times)
         if not self.nvtx:
             self._peak_before = _peak_memory()
             size = min((self.active + 1) * _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES)

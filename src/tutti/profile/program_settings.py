@@ -4,6 +4,7 @@ This file imports only torch and the standard library, because `tutti profile --
 file into programs whose environment may not have tutti.
 """
 
+import contextlib
 import functools
 import gc
 import os
@@ -121,14 +122,13 @@ def _change_fsdp_after_first_step(settings: dict[str, Any]) -> None:
 
 def read_settings(loads: "LoaderTimes") -> dict[str, Any]:
     """Return the settings of the program from which advice is computed, before the recording."""
-    settings: dict[str, Any] = {
-        "ddp": [],
-        "fsdp": [],
-        "loader": loads.settings(),
-    }
-    if dist.is_available() and dist.is_initialized():
-        found = _instances(DistributedDataParallel)
-        settings["ddp"] = [_ddp_settings(ddp) for ddp in found]
+    settings: dict[str, Any] = {"ddp": [], "fsdp": [], "loader": loads.settings()}
+    if not (dist.is_available() and dist.is_initialized()):
+        return settings
+    # torch has no stable interface for some of these settings.
+    with contextlib.suppress(Exception):
+        settings["ddp"] = [_ddp_settings(ddp) for ddp in _instances(DistributedDataParallel)]
+    with contextlib.suppress(Exception):
         settings["fsdp"] = [unit for module in _fsdp_modules() for unit in _fsdp_units(module)]
     return settings
 
@@ -155,9 +155,11 @@ def _ddp_settings(ddp: Any) -> dict[str, Any]:
     )
     if sorted(order) != list(range(len(parameters))):
         order = [index for bucket in present for index in bucket]
-    limits = (ddp._bucket_config.first_bucket_bytes_cap, ddp.bucket_bytes_cap)
+    cap = ddp.bucket_bytes_cap
+    limits = (_c10d._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else cap, cap)
     plans: dict[str, list[list[int]]] = {}
-    if sorted(order) == list(range(len(parameters))):
+    has_one_cap = not getattr(ddp, "bucket_bytes_cap_list", None)  # torch 2.13 also allows a list
+    if has_one_cap and sorted(order) == list(range(len(parameters))):
 
         def buckets(first: int, size: int) -> list[list[int]]:
             if rebuilt or not finds_unused:
@@ -234,11 +236,12 @@ class LoaderTimes:
 
     def next_batch(self, original: Callable[..., Any], iterator: Any, *arguments: Any) -> Any:
         sampler = getattr(iterator, "_index_sampler", None)
-        if not self._active or sampler is None or self._sampler not in (None, sampler):
+        is_other = sampler is None or (self._sampler is not None and self._sampler is not sampler)
+        if not self._active or is_other or len(self._waited) >= _MAX_LOADS:
             return original(iterator, *arguments)
-        if len(self._waited) >= _MAX_LOADS:
-            return original(iterator, *arguments)
-        starved = self._is_starved(iterator)
+        starved = False
+        with contextlib.suppress(Exception):  # torch's attributes may have other names
+            starved = self._is_starved(iterator)
         began, cpu = time.perf_counter(), time.thread_time()
         batch = original(iterator, *arguments)
         self._waited.append(time.perf_counter() - began)
