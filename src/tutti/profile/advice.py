@@ -570,14 +570,15 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
     producers = max(1, workers) if run.is_tutti else workers
     if workers and not run.is_tutti and max(loader.get("starved", 0) for loader in loaders) < 0.5:
         return  # the batches are ready, and receiving them takes the time
-    own = {
-        trace.rank: [
-            step.seconds - step.parts["wait"] - step.parts["input"]
-            for step in run.steps
-            if step.rank == trace.rank and step.step in run.step_numbers
-        ]
-        for trace in run.traces
-    }
+    # The work of each rank in each step without input, and its input. Waiting for other ranks is
+    # part of neither, because it follows from both.
+    own: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
+    inputs: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
+    for step in sorted(run.steps, key=lambda step: step.step):
+        if step.step in run.step_numbers:
+            loading = step.parts["input"]
+            own[step.rank].append(step.seconds - step.parts["wait"] - loading)
+            inputs[step.rank].append(loading)
     load = producers * run.step_s if producers else max(waits.values())
     longest_own = max(map(median, own.values()))
     needed = math.ceil(1.25 * load / longest_own) if longest_own > 0 else _MAX_WORKERS
@@ -599,14 +600,13 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
             # The process and its workers need at least this time of all CPUs.
             slowest = max(slowest, process_cpu / cpus)
         for scale in {1.0, 1 / run.overhead}:
-            lengths = run.per_step(lambda step: step.seconds)
-            rests = [max(column) for column in zip(*own.values(), strict=False)]
-            scenarios.append(
-                [
-                    scale * length - max(scale * rest + fetch, slowest)
-                    for length, rest in zip(lengths, rests, strict=False)
-                ]
-            )
+            gains = []
+            for number in range(min(map(len, own.values()))):
+                rests = [scale * own[rank][number] for rank in own]
+                loads = [scale * inputs[rank][number] for rank in own]
+                now = max(map(sum, zip(rests, loads, strict=True)))
+                gains.append(min(now - max(max(rests) + fetch, slowest), max(loads)))
+            scenarios.append(gains)
     late = late_rank(run.stragglers)
     by_input = late is not None and late["excess"]["part"] == "input"
     waiter = f"rank {late['rank']}" if late is not None and by_input else "each rank"
