@@ -21,6 +21,7 @@ COMMANDS = {
     "train": ("tutti.cli.train", "train a model on one rank or many"),
     "parity": ("tutti.cli.parity", "compare every layout with one device, step by step"),
     "predict": ("tutti.cli.predict", "predict a dataset, or generate text from prompts"),
+    "export": ("tutti.cli.export", "write the weights of a run for other programs"),
     "run": ("tutti.cli.run", "start any script as local ranks, like torchrun"),
     "world": ("tutti.cli.world", "show the host, device and backend of every rank"),
     "bench": ("tutti.cli.bench", "measure collectives, links and symmetric memory"),

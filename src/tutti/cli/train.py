@@ -211,6 +211,7 @@ def _train(options: Train, base: Recipe) -> int:
             built_in = _built_in_recipe(options.settings)
             directory.write("recipe.toml", write_recipe(options.settings, built_in, world.size))
             directory.write_environment(world, command)
+            directory.copy_model_files(options.settings.model)
 
     with options.join_world() as world:
         # All ranks use the directory of rank 0, since its default name contains the time.

@@ -13,6 +13,7 @@ nor transformers, so a damaged folder is refused before ranks are started.
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _SINGLE_FILE = "model.safetensors"
 # The dtypes of weights that can be trained, by their names in safetensors and in torch.
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+_MAX_SIDE_FILE_BYTES = 256 << 20
 _MAX_NAMES = 3
 
 
@@ -199,6 +202,17 @@ def _integer(config: Mapping[str, Any], *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy the configuration, the tokenizer and other small files of a folder, without weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        is_weight = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if not is_weight and file.stat().st_size <= _MAX_SIDE_FILE_BYTES:
+            shutil.copyfile(file, target / file.name)
+
+
 # -- building --------------------------------------------------------------------------------------
 
 
@@ -335,6 +349,32 @@ def tensor_sources(
             f"{folder.path}: not used, since the model has no such tensor: {_join(ignored)}"
         )
     return sources, notes
+
+
+def saved_form(
+    model: "nn.Module", shapes: Mapping[str, tuple[int, ...]]
+) -> "Callable[[str, Tensor], Mapping[str, Tensor]] | None":
+    """Return the conversion of one tensor of the model to the tensors that transformers saves.
+
+    None: the model has the same form in files, or its conversion needs several tensors at once; in
+    that case from_pretrained also reads the form of the model.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def convert(name: str, tensor: "Tensor") -> "Mapping[str, Tensor]":
+        converted: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+        return converted
+
+    whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        expected = revert_weight_conversion(model, dict(whole))
+        single = [convert(name, tensor) for name, tensor in whole.items()]
+    except Exception:
+        return None
+    found = {name: tensor.shape for each in single for name, tensor in each.items()}
+    same = found == {name: tensor.shape for name, tensor in expected.items()}
+    return convert if same and found != dict(shapes) else None
 
 
 class _FusedTensors:

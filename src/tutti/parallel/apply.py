@@ -145,7 +145,7 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
     if rules is None:
         rules = getattr(model, "sharding_rules", None)
     if rules is None and layout.tp > 1:
-        rules = default_rules(model)
+        rules = default_rules(model, layout.tp)
     # Rules are resolved in every layout, so that unknown module names are always refused.
     rules = resolve_rules(rules or {}, model)
     splits = False

@@ -12,65 +12,119 @@ A = [A₁ A₂], and B by rows, B = [B₁; B₂]. Each rank computes one term of
     rank 1:   X · A₂ → ReLU → · B₂ ┘
 
 Layers without a rule are not split: every tp rank computes them on the whole activations.
+
+Some layers compute several matrices at once, such as q, k and v (GPT-2's c_attn, Phi-3's qkv_proj).
+A part of their output is not a set of whole heads. Such a layer has the role "column_gather": the
+matrix product is split, and every rank gets the whole output. The layer after it is "row_split".
+
+A model of transformers has its own rules, `tp_plan`; they are translated to these roles.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from tutti.parallel.layout import check_divides
 from tutti.world.errors import UsageError, did_you_mean
 
-Role = Literal["vocabulary", "norm", "whole", "input", "column", "row", "head"]
+Role = Literal[
+    "vocabulary",
+    "norm",
+    "whole",
+    "input",
+    "column",
+    "row",
+    "head",
+    "column_gather",
+    "row_split",
+    "per_head",
+]
 """vocabulary: an embedding, split along the vocabulary. norm: a norm, applied to a part of the
 sequence. whole: any other layer between split layers, computed by every rank. input: a module that
 needs the whole sequence, such as attention; its input is gathered once for all its column layers.
 column: a linear layer split by outputs. row: a linear layer split by inputs. head: a linear layer
-split by outputs, which are the vocabulary."""
+split by outputs, which are the vocabulary. column_gather: as column, but every rank gets the whole
+output. row_split: as row, but the input is whole. per_head: a layer that is applied to each
+attention head, such as a norm of queries; its weights are not split."""
 ShardingRules = Mapping[str, Role]
 
-# Layer names of common transformers, compared with the last part of a module's name.
+# Layer names of common transformers, compared with the last part or parts of a module's name.
 _USUAL_NAMES: dict[Role, str] = {
     "column": "wq wk wv q_proj k_proj v_proj query key value "
-    "gate up gate_proj up_proj w1 w3 fc1 linear1",
-    "row": "wo o_proj out_proj down down_proj w2 fc2 linear2",
+    "gate up gate_proj up_proj w1 w3 fc1 linear1 c_fc intermediate.dense",
+    "row": "wo o_proj out_proj down down_proj w2 fc2 linear2 c_proj output.dense",
+    "column_gather": "c_attn qkv_proj gate_up_proj",
     "vocabulary": "embed embed_tokens tok_embeddings wte",
     "head": "head lm_head output",
 }
-_KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
-    "vocabulary": (nn.Embedding,),
-    "norm": (nn.LayerNorm, nn.RMSNorm),
-    "column": (nn.Linear,),
-    "row": (nn.Linear,),
-    "head": (nn.Linear,),
+_LINEAR: tuple[Role, ...] = ("column", "row", "head", "column_gather", "row_split")
+# The rules of transformers. Rules for the parameters of experts are left out: every tp rank then
+# computes all experts.
+_HUGGING_FACE_ROLES: dict[str, Role] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gather",
+    "packed_colwise": "column_gather",
+    "rowwise_split_input": "row_split",
+    "packed_rowwise": "row_split",
+    "replicated_with_grad_allreduce": "per_head",
 }
 
 
-def default_rules(model: nn.Module) -> dict[str, Role]:
-    """Return rules for the usual layer names. Raise UsageError if the model has no such layers."""
-    roles = {name: role for role, names in _USUAL_NAMES.items() for name in names.split()}
-    rules: dict[str, Role] = {}
-    for name, module in model.named_modules():
-        parent, _, last = name.rpartition(".")
-        role = roles.get(last)
-        if role is None or not isinstance(module, _KINDS[role]):
-            continue
-        # MultiheadAttention reads the weights of its layers and does not call them.
-        if not isinstance(model.get_submodule(parent), nn.MultiheadAttention):
-            rules[name] = role
+def _fits(role: Role, module: nn.Module) -> bool:
+    if role in _LINEAR:
+        return is_linear(module)
+    if role == "vocabulary":
+        return isinstance(module, nn.Embedding)
+    return role != "norm" or isinstance(module, nn.LayerNorm | nn.RMSNorm)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer: nn.Linear, or Conv1D of transformers."""
+    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Return whether a module is the Conv1D of transformers, whose weight is (inputs, outputs)."""
+    weight = getattr(module, "weight", None)
+    return type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def default_rules(model: nn.Module, tp: int = 1) -> dict[str, Role]:
+    """Return rules from the model's own `tp_plan`, or else for the usual layer names.
+
+    Raise UsageError if the model has neither. If tp does not divide the vocabulary of a model of
+    transformers, its embedding and head are not split.
+    """
+    rules = _rules_of_tp_plan(model) or _rules_by_name(model)
+    from_transformers = hasattr(model, "base_model_prefix")
+    if from_transformers:
+        _set_vocabulary_rules(model, rules, tp)
     with_columns = _parents(rules, "column")
-    # The input of a row layer is split only if a column layer precedes it.
-    for parent, name in [(n.rpartition(".")[0], n) for n, role in rules.items() if role == "row"]:
-        if parent not in with_columns:
+    gathered = _parents(rules, "column_gather")
+    for name in [name for name, role in rules.items() if role in ("row", "per_head")]:
+        parent = name.rpartition(".")[0]
+        if rules[name] == "row" and parent in gathered:
+            rules[name] = "row_split"
+        # The input of a row layer is split only if a column layer precedes it: in the same module,
+        # or in the module above (BERT has attention.self.query and attention.output.dense).
+        elif parent not in with_columns and not (
+            rules[name] == "row" and _precedes(with_columns, parent)
+        ):
             del rules[name]
-    if not with_columns or "row" not in rules.values():
+    if not {"row", "row_split"} & set(rules.values()) or not with_columns | gathered:
         raise UsageError(
             f"no layer of {type(model).__name__} has a usual name, so tp needs rules: give rules, "
             'such as {"layers.*.up": "column", "layers.*.down": "row"}, or use shard or dp '
             "instead of tp"
         )
+    if from_transformers:
+        # These models derive positions from the length of the embedded sequence, so activations
+        # are never split along the sequence.
+        inputs = {parent for parent in with_columns if not _uncovered(model, rules, parent)} - {""}
+        return rules | dict.fromkeys(inputs, "input")
     if {"vocabulary", "head"} <= set(rules.values()):
         # Between the embedding and the head, activations can be split along the sequence. A module
         # that has only column and row layers gathers its input once for all its column layers. In a
@@ -79,9 +133,64 @@ def default_rules(model: nn.Module) -> dict[str, Role]:
         rules |= dict.fromkeys(inputs, "input")
         inside = tuple(f"{parent}." for parent in inputs)
         for name, module in model.named_modules():
-            if isinstance(module, _KINDS["norm"]) and not name.startswith(inside):
+            if _fits("norm", module) and not name.startswith(inside):
                 rules[name] = "norm"
     return rules
+
+
+def _rules_by_name(model: nn.Module) -> dict[str, Role]:
+    roles = {name: role for role, names in _USUAL_NAMES.items() for name in names.split()}
+    rules: dict[str, Role] = {}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        role = roles.get(".".join(parts[-2:])) or roles.get(parts[-1])
+        if role is None or not _fits(role, module):
+            continue
+        # MultiheadAttention reads the weights of its layers and does not call them.
+        if not isinstance(model.get_submodule(".".join(parts[:-1])), nn.MultiheadAttention):
+            rules[name] = role
+    return rules
+
+
+def _rules_of_tp_plan(model: nn.Module) -> dict[str, Role]:
+    """Translate the `tp_plan` of a model of transformers: patterns of module names → styles."""
+    rules: dict[str, Role] = {}
+    plan = getattr(model, "tp_plan", None) or {}
+    for pattern, style in plan.items():
+        expression = _pattern(pattern)
+        role = _HUGGING_FACE_ROLES.get(style)
+        for name, module in model.named_modules() if role else ():
+            assert role is not None
+            if expression.fullmatch(name) and _fits(role, module):
+                rules[name] = role
+    return rules
+
+
+def _set_vocabulary_rules(model: nn.Module, rules: dict[str, Role], tp: int) -> None:
+    """Split the embedding and the head of a model of transformers, if both can be split."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in (embedding, head):
+        rules.pop(names.get(id(module), ""), None)
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        return
+    # A split embedding would compare its local indices with padding_idx.
+    if embedding.padding_idx is None and embedding.num_embeddings % tp == 0:
+        rules[names[id(embedding)]] = "vocabulary"
+    tied = head.weight is embedding.weight
+    if head.out_features % tp == 0 and (not tied or names[id(embedding)] in rules):
+        rules[names[id(head)]] = "head"
+    elif tied:
+        rules.pop(names[id(embedding)], None)
+
+
+def _precedes(with_columns: Collection[str], parent: str) -> bool:
+    above = parent.rpartition(".")[0]
+    return bool(above) and any(name.startswith(f"{above}.") for name in with_columns)
+
+
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
 def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
@@ -94,7 +203,7 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
                 f"the sharding rules give {pattern!r} the unknown role {role!r}: "
                 f"{did_you_mean(role, get_args(Role))}"
             )
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        expression = _pattern(pattern)
         matches = [name for name in names if expression.fullmatch(name)]
         if not matches:
             patterns = dict.fromkeys(
@@ -105,13 +214,12 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
                 f"{did_you_mean(pattern, patterns)}"
             )
         for name in matches:
-            kinds = _KINDS.get(role)
             module = model.get_submodule(name)
-            if kinds is not None and not isinstance(module, kinds):
-                names_of_kinds = " or ".join(kind.__name__ for kind in kinds)
+            if not _fits(role, module):
+                needed = {"vocabulary": "an Embedding", "norm": "a LayerNorm or RMSNorm"}
                 raise UsageError(
                     f"sharding rules: {name} is a {type(module).__name__}, but role {role!r} needs "
-                    f"a {names_of_kinds}"
+                    f"{needed.get(role, 'a Linear')}"
                 )
             resolved[name] = role
     return resolved
@@ -145,12 +253,17 @@ def check_rules_divide(rules: Mapping[str, Role], model: nn.Module, tp: int) -> 
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding) and role == "vocabulary":
             count, unit = module.num_embeddings, "tokens"
-        elif isinstance(module, nn.Linear) and role in ("column", "row", "head"):
-            count = module.in_features if role == "row" else module.out_features
-            unit = {"row": "inputs", "head": "tokens"}.get(role, "outputs")
+        elif is_linear(module) and role in _LINEAR:
+            outputs, inputs = module.weight.shape  # type: ignore[misc]
+            if is_transposed_linear(module):
+                outputs, inputs = inputs, outputs
+            count = inputs if role in ("row", "row_split") else outputs
+            unit = {"row": "inputs", "row_split": "inputs", "head": "tokens"}.get(role, "outputs")
             # An attention head cannot be split over ranks.
-            head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-            if isinstance(head_dim, int) and count % head_dim == 0:
+            attention = model.get_submodule(name.rpartition(".")[0])
+            head_dim = getattr(attention, "head_dim", getattr(attention, "attention_head_size", 0))
+            whole_heads = role in ("column", "row") and isinstance(head_dim, int) and head_dim > 0
+            if whole_heads and count % head_dim == 0:
                 count, unit = count // head_dim, "heads"
         else:
             continue

@@ -25,7 +25,14 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -38,7 +45,7 @@ from torch.distributed.tensor.parallel import (
 from tutti.parallel.layout import ParallelOptions
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.rng import set_up_dropout
-from tutti.parallel.sharding_rules import Role
+from tutti.parallel.sharding_rules import Role, is_transposed_linear
 from tutti.world.errors import UsageError
 
 SEQUENCE = 1  # the dim of activations (batch, sequence, width) that is split
@@ -63,6 +70,7 @@ def tensor_parallel(
     tp_mesh = mesh.device_mesh["tp"]
     ties = shared_parameters(model)
     layers = dict(model.named_modules())
+    attentions: set[nn.Module] = set()
     for name, role in rules.items():
         if name not in layers:
             continue
@@ -72,14 +80,25 @@ def tensor_parallel(
         layer.register_forward_pre_hook(partial(_input_first, first), with_kwargs=True)
         if role == "input":
             layer.register_forward_pre_hook(partial(_gather_input, stream, tp_mesh))
-        elif role == "whole" or (role == "norm" and not sequence_parallel):
-            as_dtensor = partial(_as_dtensor, stream)
+        elif role in ("whole", "per_head") or (role == "norm" and not sequence_parallel):
+            # Any split between samples and features gives a gradient that is summed over ranks.
+            as_dtensor = partial(_as_dtensor, Shard(SEQUENCE) if role == "per_head" else stream)
             distribute_module(layer, tp_mesh, _replicate, as_dtensor, _output_to_local)
         else:
             gathered = name.startswith(inside_inputs)
-            parallelize_module(layer, tp_mesh, _style(role, stream, gathered, loss_parallel))
+            style = _style(role, stream, gathered, loss_parallel)
+            if is_transposed_linear(layer):
+                _split_transposed(layer, tp_mesh, style)
+            else:
+                parallelize_module(layer, tp_mesh, style)
         if role == "vocabulary":
             layer.register_forward_hook(_wait_for_output)
+        if role == "column":
+            attention = layers[name.rpartition(".")[0]]
+            if isinstance(getattr(attention, "head_dim", None), int):
+                attentions.add(attention)
+    for attention in attentions:
+        _set_local_sizes(attention, mesh.layout.tp)
     _restore_ties(model, ties)
     set_up_dropout(model, mesh, rules, splits_sequence=sequence_parallel)
 
@@ -118,11 +137,46 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
         return ColwiseParallel(input_layouts=Replicate() if gathered else stream)
     if role == "row":
         return RowwiseParallel(output_layouts=stream)
+    if role == "column_gather":
+        return ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+    if role == "row_split":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     return ColwiseParallel(
         input_layouts=stream,
         output_layouts=Shard(-1) if split_logits else Replicate(),
         use_local_output=not split_logits,
     )
+
+
+def _split_transposed(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Split a linear layer whose weight is (inputs, outputs), with the style of an nn.Linear."""
+    assert isinstance(style, ColwiseParallel | RowwiseParallel)
+    by_outputs = isinstance(style, ColwiseParallel)
+
+    def split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            placement: Placement = Replicate()
+            if by_outputs or key == "weight":
+                placement = Shard(parameter.dim() - 1 if by_outputs else 0)
+            _distribute(module, key, mesh, placement)
+
+    prepare, finish = style._prepare_input_fn, style._prepare_output_fn
+    inputs = (Replicate() if by_outputs else Shard(-1),)
+    distribute_module(
+        layer,
+        mesh,
+        split,
+        partial(prepare, style.input_layouts, inputs),
+        partial(finish, style.output_layouts, style.use_local_output),
+    )
+
+
+def _set_local_sizes(attention: nn.Module, tp: int) -> None:
+    """Divide the numbers of heads by tp: forward of some modules reshapes with these numbers."""
+    for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "hidden_size"):
+        size = vars(attention).get(name)
+        if isinstance(size, int) and size % tp == 0:
+            vars(attention)[name] = size // tp
 
 
 def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -172,9 +226,14 @@ def _output_to_local(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
 
 
 def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    for key, parameter in module.named_parameters(recurse=False):
-        whole = distribute_tensor(parameter, mesh, [Replicate()])
-        module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+    for key, _ in module.named_parameters(recurse=False):
+        _distribute(module, key, mesh, Replicate())
+
+
+def _distribute(module: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
+    parameter = module.get_parameter(key)
+    distributed = distribute_tensor(parameter, mesh, [placement])
+    module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
 
 
 def place_gradients(model: nn.Module) -> None:

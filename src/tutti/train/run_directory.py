@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.machine.environment import describe_environment
 from tutti.measure.files import write_atomically
+from tutti.models.pretrained import copy_side_files, split_source
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics"
+        self.model = path / "model"  # files of --model hf:FOLDER, without weights
 
     def check(self, resume: bool) -> None:
         """Raise UsageError if the run exists (or, with `resume`, does not exist), or if the
@@ -60,6 +62,18 @@ class RunDirectory:
         except OSError as error:
             reason = f"cannot be created ({error.strerror})"
             raise UsageError(f"--out {self.path} {reason}: choose another directory") from None
+
+    def copy_model_files(self, model: str) -> None:
+        """Copy the configuration and tokenizer of --model hf:FOLDER, so that exports have them."""
+        source = split_source(model)
+        if source and source[0] == "hf" and Path(source[1]).resolve() != self.model.resolve():
+            try:
+                copy_side_files(Path(source[1]), self.model)
+            except OSError as error:
+                raise UsageError(
+                    f"{self.model} was not written: {error.strerror}: free space for --out, or "
+                    "choose another directory"
+                ) from None
 
     def write(self, name: str, content: str) -> None:
         try:

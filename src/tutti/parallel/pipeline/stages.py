@@ -1,12 +1,13 @@
 """Stages of a pipeline: the layers of a model, the cost of each layer, and the cuts between stages.
 
-Two kinds of models can be cut:
+Three kinds of models can be cut:
 
 - `nn.Sequential`: every child is a layer;
 - a module with `cuttable = True`: its forward runs its children in the order of their definition,
   and also works if children are None or entries of ModuleDicts are missing. The layers are the
   children with parameters and the entries of ModuleDicts. Every stage keeps children without
-  parameters.
+  parameters;
+- any other model with repeated blocks, such as a model of transformers (see block_units.py).
 
 A stage is the whole model without the layers of other stages. Therefore layers and parameters have
 the same names in a stage, in the whole model and in checkpoints.
@@ -31,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tutti.parallel.layout import ParallelOptions, check_stages
 from tutti.parallel.materialize import Weights, materialize
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.pipeline.block_units import find_units, keep_units, set_units, units_of
 from tutti.parallel.pipeline.schedules import stages_of
 from tutti.parallel.pipeline.tied_weights import Tie, find_ties, untie
 from tutti.parallel.sync_batchnorm import JointBatchNorm
@@ -84,6 +86,8 @@ def plan_stages(
     device: torch.device | None = None,
 ) -> list[list[str]]:
     """Return the layer names of every stage, balanced by `options.balance`."""
+    if not (_is_sequential(model) or getattr(model, "cuttable", False)):
+        set_units(model, find_units(_on_meta(model), example))
     units = layer_units(model)
     check_stages(len(units), pp, options.virtual_stages)
     stages = pp * options.virtual_stages
@@ -100,12 +104,8 @@ def layer_names(model: nn.Module) -> list[str]:
     """Return the names of a model's layers, in the order in which forward runs them."""
     if _is_sequential(model):
         return list(model._modules)
-    if not getattr(model, "cuttable", False):
-        raise UsageError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: make it an nn.Sequential, "
-            "or set `cuttable = True` on its class and let its forward skip children that are None "
-            "and missing entries of ModuleDicts, or use a layout without pp"
-        )
+    if units := units_of(model):
+        return [name for unit in units.names for name in unit]
     for name, _ in model.named_parameters(recurse=False):
         raise UsageError(
             f"{type(model).__name__} cannot be cut into pipeline stages, because its parameter "
@@ -122,6 +122,8 @@ def layer_names(model: nn.Module) -> list[str]:
 
 def layer_units(model: nn.Module) -> list[list[str]]:
     """Return groups of consecutive layers. Each group has parameters and stays in one stage."""
+    if found := units_of(model):
+        return found.names
     units: list[list[str]] = [[]]
     complete = False  # whether the last unit has parameters
     for name in layer_names(model):
@@ -135,6 +137,9 @@ def layer_units(model: nn.Module) -> list[list[str]]:
 
 def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Remove all layers except `names` from the model, in place. Kept layers keep their names."""
+    if units := units_of(model):
+        keep_units(model, units, set(names))
+        return model
     for name in set(layer_names(model)).difference(names):
         parent, _, key = name.rpartition(".")
         if parent or _is_sequential(model):
@@ -148,9 +153,15 @@ def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
 def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return a second module with some of the model's layers; both modules share these layers."""
     view = _shallow_copy(model)
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleDict):
-            view._modules[name] = _shallow_copy(child)
+    copied = {"": view}
+    # The modules that contain layers are copied, because the view has other layers in them.
+    for layer in layer_names(model):
+        path, _, _ = layer.rpartition(".")
+        for name in accumulate(path.split("."), "{}.{}".format) if path else ():
+            parent, _, key = name.rpartition(".")
+            if name not in copied:
+                copied[name] = _shallow_copy(model.get_submodule(name))
+                copied[parent]._modules[key] = copied[name]
     return keep_layers(view, names)
 
 

@@ -30,7 +30,7 @@ def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
     for stage, layers in enumerate(stages):
         prefixes = tuple(f"{layer}." for layer in layers)
         for name, parameter in parameters:
-            if name.startswith(prefixes):
+            if name.startswith(prefixes) or name in layers:
                 users.setdefault(id(parameter), {}).setdefault(stage, []).append(name)
     return [tie for tie in users.values() if len(tie) > 1]
 

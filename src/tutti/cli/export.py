@@ -1,0 +1,39 @@
+"""tutti export: writes the weights of a run as a folder for other programs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tutti.cli.flags import parse
+from tutti.measure.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    """Export the weights of a run: tutti export --run runs/qwen --to exported
+
+    Reads a checkpoint of any layout, one tensor at a time. The folder of a run of --model hf:FOLDER
+    can be loaded with from_pretrained; it has the configuration and the tokenizer of FOLDER.
+    """
+
+    run: Path
+    """Run directory, which is the --out directory of tutti train."""
+    to: Path
+    """New directory for the exported files."""
+    format: Literal["safetensors", "hf", "state_dict"] | None = None
+    """hf: a folder for from_pretrained. safetensors: the weights as safetensors files. state_dict:
+    model.pt for torch.load (default: hf for a run of --model hf:FOLDER, else safetensors)."""
+    step: int | None = None
+    """Step of the checkpoint to export (default: the newest complete checkpoint)."""
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(ExportFlags, "tutti export", arguments)
+
+    from tutti.train.checkpoint.exported_weights import Export
+
+    export = Export(options.run, options.step, options.to, options.format)
+    export.write()
+    tensors = f"{len(export.entries)} tensors, {format_bytes(export.nbytes)}"
+    print(f"step {export.index['step']}: {tensors}, format {export.kind}, in {options.to}")
+    return 0
