@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tutti.models.config import GPTConfig, WideResNetConfig
+from tutti.models.config import GPTConfig, LeNetConfig
 from tutti.models.gpt import GPT
-from tutti.models.wideresnet import WideResNet
+from tutti.models.lenet import LeNet
 from tutti.parallel.layout import (
     ParallelOptions,
     ScheduleName,
     check_microbatches,
     check_stages,
 )
+from tutti.parallel.pipeline.block_units import find_units
 from tutti.parallel.pipeline.schedules import rank_of, stages_of
 from tutti.parallel.pipeline.stages import (
     counted_flops,
@@ -96,8 +97,8 @@ class _Loose(nn.Module):
 
 
 def test_a_model_that_cannot_be_cut_is_refused_with_the_cure() -> None:
-    with pytest.raises(UsageError, match=r"WideResNet cannot be cut .* `cuttable = True`"):
-        layer_names(WideResNet(WideResNetConfig(depth=10, width=1)))
+    with pytest.raises(UsageError, match=r"LeNet cannot be cut .* no repeated blocks"):
+        find_units(LeNet(LeNetConfig()).to("meta"), torch.zeros(1, 1, 28, 28))
     with pytest.raises(UsageError, match="parameter gain belongs to no layer"):
         layer_names(_Loose())
 

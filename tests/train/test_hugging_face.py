@@ -5,6 +5,7 @@ Tolerance: first losses in float32 agree to 1e-6 relative, which is a few roundi
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import tutti
-from worlds import in_world
+from tutti.world.errors import UsageError
+from worlds import in_world, run_tutti
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,11 +42,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in models.items():
         # Several files, and one file.
         model.save_pretrained(path / name, max_shard_size="20KB" if name == "llama" else "1GB")
-        (path / name / "tokenizer.json").write_text("{}")
+        save_tokenizer(path / name)
     words = ("the cat sat on a mat", "and then it went away", "to the house")
     text = " ".join(words[number % 11 % len(words)] for number in range(7, 7000, 7))
     (path / "text.txt").write_text(text)
     return path
+
+
+def save_tokenizer(path: Path) -> None:
+    """Save a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
 def recipe_of(folder: Path, name: str, layout: str, steps: int) -> Any:
@@ -77,6 +91,7 @@ def train_all(world: tutti.World, folder: str, out: str, cases: list[list[Any]])
         trainer = Trainer(world, recipe, directory)
         if world.is_first:
             directory.write("recipe.toml", write_recipe(recipe, "hf", world.size))
+            directory.copy_model_files(recipe.model)
         trainer.run()
         lines = (directory.metrics / "rank0.jsonl").read_text().splitlines()
         losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
@@ -99,20 +114,177 @@ def first_loss(folder: Path, name: str) -> float:
     return float(model(input_ids=windows, labels=windows).loss.detach())
 
 
-def test_the_layouts_start_with_the_loss_of_transformers_and_learn(
+def logits_of(model: Any) -> torch.Tensor:
+    tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) * 7 % 256
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=tokens).logits
+        return logits
+
+
+def test_layouts_start_with_the_loss_of_transformers_learn_and_are_exported(
     folder: Path, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     names = ("llama", "qwen2", "gpt2", "mixtral")
-    cases = [[name, "dp2", 2] for name in names] + [[name, "shard2", STEPS] for name in names]
+    layouts = {"dp2": 1, "tp2": 2, "pp2": 2, "shard2": STEPS}
+    cases = [[name, layout, steps] for name in names for layout, steps in layouts.items()]
+    cases[2][2] = STEPS  # llama in pp2
     cases += [["bf16", "shard2", 3]]
-    (results, _) = in_world(train_all, 2, str(folder), str(tmp_path), cases, timeout=250)
+    (results, _) = in_world(train_all, 2, str(folder), str(tmp_path), cases, timeout=280)
     for name in names:
         expected = first_loss(folder, name)
-        for layout in ("dp2", "shard2"):
+        for layout in ("dp2", "shard2", "tp2", "pp2"):
             losses = results[f"{name} {layout}"]["losses"]
             assert losses[0] == pytest.approx(expected, rel=1e-6), (name, layout)
+        losses = results[f"{name} shard2"]["losses"]
         assert losses[-1] < 0.95 * losses[0], name
+    # Twenty steps in another layout end with the same loss.
+    ends = [results[f"llama {layout}"]["losses"][-1] for layout in ("shard2", "pp2")]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
     assert results["bf16 shard2"]["dtypes"] == ["torch.bfloat16"]
-    assert results["bf16 shard2"]["losses"][0] == pytest.approx(
-        first_loss(folder, "bf16"), rel=0.01
-    )
+    expected = first_loss(folder, "bf16")
+    assert results["bf16 shard2"]["losses"][0] == pytest.approx(expected, rel=0.01)
+
+    from tutti.cli.export import main as export
+    from tutti.train.checkpoint import Checkpoints
+
+    for name, layout in (
+        *(("llama", "shard2"), ("llama", "pp2"), ("qwen2", "tp2"), ("gpt2", "pp2")),
+        *(("mixtral", "shard2"), ("bf16", "shard2")),
+    ):
+        run, to = tmp_path / f"{name}-{layout}", tmp_path / "exported" / f"{name}-{layout}"
+        assert export(["--run", str(run), "--to", str(to)]) == 0
+        loaded = AutoModelForCausalLM.from_pretrained(to)
+        # The same checkpoint, loaded into a model of transformers by tutti.
+        expected_model = AutoModelForCausalLM.from_pretrained(folder / name)
+        Checkpoints(run / "checkpoints").load(expected_model, rng=False)
+        assert loaded.dtype == expected_model.dtype
+        assert torch.equal(logits_of(loaded), logits_of(expected_model)), (name, layout)
+        assert not torch.equal(
+            logits_of(loaded), logits_of(AutoModelForCausalLM.from_pretrained(folder / name))
+        )
+        assert (to / "tokenizer.json").read_text() == (folder / name / "tokenizer.json").read_text()
+        assert "lr = 0.001" in (to / "README.md").read_text()
+    shard2 = tmp_path / "llama-shard2"
+    assert export(["--run", str(shard2), "--to", str(to / "a"), "--format", "state_dict"]) == 0
+    state = torch.load(to / "a" / "model.pt", weights_only=True)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "exported" / "llama-shard2")
+    assert state.keys() == saved.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in saved.state_dict().items())
+    for flags, words in (
+        (["--run", str(shard2), "--to", str(to)], "is not empty"),
+        (["--run", str(tmp_path / "none"), "--to", str(tmp_path / "b")], "does not exist"),
+        (["--run", str(shard2), "--to", str(tmp_path / "b"), "--step", "7"], "--step 7"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            export(flags)
+    assert not (tmp_path / "b").exists()
+
+
+def test_greedy_text_is_that_of_transformers(folder: Path, tmp_path: Path) -> None:
+    """Prompts of different lengths in one batch, with tensor parallelism and a key-value cache."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompts = ["the cat sat", "on a mat and then it went", "ab"]
+    (tmp_path / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in prompts))
+    out = tmp_path / "texts.jsonl"
+    flags = ["--prompts", tmp_path / "prompts.txt", "--tokens", "20", "--temperature", "0"]
+    flags += ["--batch", "3", "--layout", "tp2", "--ranks", "2", "--device", "cpu", "--out", out]
+    flags += ["--json", tmp_path / "result.json"]
+    done = run_tutti("predict", "--model", f"hf:{folder / 'qwen2'}", *flags, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2")
+    for prompt, row in zip(prompts, rows, strict=True):
+        tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(tokens)
+        output = model.generate(tokens, attention_mask=mask, max_new_tokens=20, do_sample=False)
+        new = output[0, tokens.shape[1] :]
+        assert row["text"] == tokenizer.decode(new, skip_special_tokens=True)
+        assert row["tokens"] == len(new)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["generated_tokens"] == 60 and result["tokens_per_s"] > 0
+
+
+def _change_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    kept = {key: value for key, value in (config | changes).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(kept))
+
+
+def _damage(path: Path, damage: str) -> None:
+    file = path / "model-00002-of-00015.safetensors"
+    if damage == "missing file":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif damage == "not safetensors":
+        file.write_bytes(b"garbage that is not a header")
+    elif damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "quantised":
+        _change_config(path, quantization_config={"bits": 4})
+    elif damage == "float8":
+        header = b'{"a":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+        file.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    elif damage == "no weights":
+        for each in path.glob("model*"):
+            each.unlink()
+    elif damage == "index":
+        index = path / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace("lm_head.weight", "other.weight"))
+    elif damage == "config":
+        (path / "config.json").write_text("{")
+    elif damage == "no type":
+        _change_config(path, model_type=None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing file", "model-00002-of-00015.safetensors is missing"),
+        ("truncated", "model-00002-of-00015.safetensors is truncated"),
+        ("not safetensors", "model-00002-of-00015.safetensors is truncated or not"),
+        ("empty", r"model-00002-of-00015.safetensors .*\(0 bytes\)"),
+        ("quantised", "config.json: the weights are quantised"),
+        ("float8", "model-00002-of-00015.safetensors: a has dtype F8_E4M3"),
+        ("no weights", "no safetensors weights"),
+        ("index", "has no tensor other.weight"),
+        ("config", "config.json is not JSON"),
+        ("no type", "config.json has no model_type"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_ranks_start(
+    damage: str, words: str, folder: Path, tmp_path: Path
+) -> None:
+    from tutti.cli.train import main as train
+
+    bad = tmp_path / "bad"
+    shutil.copytree(folder / "llama", bad)
+    assert len(list(bad.glob("*.safetensors"))) == 15
+    _damage(bad, damage)
+    text = ["--dataset", "text", "--data-dir", str(folder / "text.txt"), "--seq-len", "16"]
+    with pytest.raises(UsageError, match=words):
+        train(["--model", f"hf:{bad}", *text, "--ranks", "2", "--out", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "unknown"}, "config.json: transformers cannot build a unknown"),
+        ({"hidden_size": 64, "head_dim": 16}, r"has shape .* config.json gives it the shape"),
+        ({"num_hidden_layers": 5}, r"has no weights for model.layers.4"),
+    ],
+)
+def test_weights_that_do_not_fit_the_configuration_are_refused(
+    changes: dict[str, Any], words: str, folder: Path, tmp_path: Path
+) -> None:
+    from tutti.models.pretrained import ModelError
+    from tutti.train.init import build_meta_model
+
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    _change_config(tmp_path / "llama", **changes)
+    with pytest.raises(ModelError, match=words):
+        build_meta_model(recipe_of(tmp_path, "llama", "dp1", 1), None)

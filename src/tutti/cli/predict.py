@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ import tyro
 
 from tutti.cli.flags import check_at_least, parse
 from tutti.cli.results import WorldFlags, check_writable, usage_error_on_rank_0, write_json
+from tutti.models.pretrained import ModelError, check_source, split_source
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
@@ -35,8 +37,10 @@ class Predict(WorldFlags):
     For prompts, the generated texts are printed.
     """
 
-    run: Path
+    run: Path | None = None
     """Run directory, which is the --out directory of tutti train."""
+    model: str | None = None
+    """hf:FOLDER, to generate text with a model of transformers that was not trained here."""
     step: int | None = None
     """Step of the checkpoint to load (default: the newest complete checkpoint)."""
     split: Literal["test", "train"] = "test"
@@ -85,6 +89,7 @@ def main(arguments: list[str]) -> int:
     if options.ranks is not None and identify(os.environ).launcher == "python":
         return options.start_ranks(["predict", *arguments], options.ranks)
     if options.out is None and not options.has_prompts:
+        assert options.run is not None
         options = replace(options, out=options.run / f"predictions-{options.split}.jsonl")
     return _predict(options)
 
@@ -102,6 +107,17 @@ def _check(options: Predict) -> None:
             f"differ between layouts, got {options.precision}"
         )
     check_at_least(1, options, "limit", "batch", "tokens")
+    if (options.run is None) == (options.model is None):
+        raise UsageError("give either --run, a run of tutti train, or --model hf:FOLDER")
+    if options.model is not None and not options.has_prompts:
+        raise UsageError(f"--model {options.model} generates text: add --prompt or --prompts")
+    if options.model is not None and options.step is not None:
+        raise UsageError("--step has no effect with --model. Omit --step.")
+    if (source := split_source(options.model or "")) is not None:
+        try:
+            check_source(*source)
+        except ModelError as error:
+            raise UsageError(str(error)) from None
 
 
 def _predict(options: Predict) -> int:
@@ -113,10 +129,16 @@ def _predict(options: Predict) -> int:
         for flag, path in (("--out", options.out), ("--json", options.json)):
             check_writable(flag, path if world.is_first else None)
 
+    def open_run() -> TrainedRun:
+        if options.model is not None:
+            return TrainedRun.of_folder(options.model, options.precision)
+        assert options.run is not None
+        return TrainedRun.open(options.run, options.step, options.precision)
+
     with options.join_world() as world:
         with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
-            run = agree(lambda: TrainedRun.open(options.run, options.step, options.precision))
+            run = agree(open_run)
             agree(check_files)
             prepare = _generate_text if options.has_prompts else _predict_dataset
             execute = prepare(options, world, run, layout)
@@ -153,34 +175,55 @@ def _generate_text(
     options: Predict, world: "World", run: "TrainedRun", layout: "Layout"
 ) -> Callable[[], dict[str, Any]]:
     from tutti import comm
-    from tutti.predict.generate_text import Sampling, encode, place_gpt
+    from tutti.predict import generate_text
     from tutti.predict.predict_dataset import prediction_file
-    from tutti.train.init import agree
+    from tutti.train.init import agree, hugging_face_folder
 
-    def read_prompts() -> list[str]:
+    def read_prompts() -> tuple[generate_text.TextModel, list[str]]:
+        folder = hugging_face_folder(run.recipe.model, weights=False)
+        text: generate_text.TextModel
+        if folder is not None:
+            text = generate_text.TokenizerText(folder)
+        else:
+            text = generate_text.ByteText(run.gpt_config())
         prompts = _prompts(options)
-        for number, prompt in enumerate(prompts):
-            encode(prompt, number, run.gpt_config())
-        return prompts
+        longest = max(len(text.encode(prompt, number)) for number, prompt in enumerate(prompts))
+        if folder is not None and longest + options.tokens > text.max_seq_len:
+            raise UsageError(
+                f"a prompt of {longest} tokens and --tokens {options.tokens} are more than the "
+                f"model's {text.max_seq_len} positions. Use --tokens {text.max_seq_len - longest} "
+                "or less."
+            )
+        return text, prompts
 
-    sampling = Sampling(options.temperature, options.top_k, options.seed)
-    prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # the prompts of rank 0
-    generator, loaded = place_gpt(world, run, layout, run.gpt_config())
+    sampling = generate_text.Sampling(options.temperature, options.top_k, options.seed)
+    text, own_prompts = agree(read_prompts)
+    prompts: list[str] = comm.gather_json(own_prompts)[0]  # the prompts of rank 0
+    if isinstance(text, generate_text.TokenizerText):
+        generator, loaded = generate_text.place_hugging_face(world, run, layout, text)
+    else:
+        generator, loaded = generate_text.place_gpt(world, run, layout, run.gpt_config())
     _describe(world, loaded, generator.engine.description)
 
     def execute() -> dict[str, Any]:
+        began, generated = time.perf_counter(), 0
         with ExitStack() as stack:
             write = None
             if options.out is not None and world.is_first:
                 write = stack.enter_context(prediction_file(options.out))
             for batch in generator.run(prompts, options.tokens, options.batch or 1, sampling):
                 for completion in batch:
+                    generated += completion.tokens
                     if len(prompts) > 1:
                         print(f"--- prompt {completion.index}")
                     print(completion.prompt + completion.text, flush=True)
                     if write is not None:
                         write(f"{json.dumps(asdict(completion))}\n".encode())
-        return {"step": loaded.step, "prompts": len(prompts), "tokens": options.tokens}
+        rate = generated / (time.perf_counter() - began)
+        if world.is_first:
+            print(f"{generated} tokens, {rate:,.1f} tokens/s", file=sys.stderr)
+        counts = {"step": loaded.step, "prompts": len(prompts), "tokens": options.tokens}
+        return {**counts, "generated_tokens": generated, "tokens_per_s": rate}
 
     return execute
 

@@ -273,6 +273,29 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def load_tokenizer(folder: HuggingFaceFolder) -> Any:
+    """Return the tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder.path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{folder.path} has no tokenizer that can be loaded ({_first_line(error)}): copy "
+            "tokenizer.json or the files of its tokenizer into the folder"
+        ) from None
+
+
+def end_tokens(folder: HuggingFaceFolder) -> list[int]:
+    """Return the tokens that end a text: of generation_config.json, else of config.json."""
+    file = folder.path / "generation_config.json"
+    config = _read_json(file) if file.is_file() else {}
+    end = config.get("eos_token_id", folder.config.get("eos_token_id"))
+    return end if isinstance(end, list) else [] if end is None else [end]
+
+
 # -- weights ---------------------------------------------------------------------------------------
 
 

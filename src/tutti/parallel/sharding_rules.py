@@ -121,9 +121,16 @@ def default_rules(model: nn.Module, tp: int = 1) -> dict[str, Role]:
             "instead of tp"
         )
     if from_transformers:
+        for parent in with_columns & _parents(rules, "row"):
+            # Norms beside split layers (OPT) normalise whole activations.
+            for name in _uncovered(model, rules, parent):
+                layer = name.rpartition(".")[0]
+                if _fits("norm", model.get_submodule(layer)):
+                    rules[layer] = "whole"
         # These models derive positions from the length of the embedded sequence, so activations
         # are never split along the sequence.
-        inputs = {parent for parent in with_columns if not _uncovered(model, rules, parent)} - {""}
+        inputs = with_columns - {""} - _parents(rules, "whole")
+        inputs = {parent for parent in inputs if not _uncovered(model, rules, parent)}
         return rules | dict.fromkeys(inputs, "input")
     if {"vocabulary", "head"} <= set(rules.values()):
         # Between the embedding and the head, activations can be split along the sequence. A module

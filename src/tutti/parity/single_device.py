@@ -86,6 +86,9 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
             # Dropout is disabled, because its masks differ between one device and several.
             if isinstance(layer, _DropoutNd):
                 layer.p = 0.0
+        if hasattr(model, "set_experts_implementation"):
+            # transformers' default for experts, a grouped matrix product, has no float64.
+            model.set_experts_implementation("batched_mm")  # type: ignore[operator]
         return model
 
     model = make_model()
@@ -140,7 +143,10 @@ def random_samples(model: nn.Module, count: int, options: ParityOptions) -> Tens
     generator = torch.Generator().manual_seed(options.seed + 1)
     first = next((m for m in model.modules() if list(m.parameters(recurse=False))), None)
     if isinstance(first, nn.Embedding):
-        inputs = torch.randint(first.num_embeddings, (count, options.seq_len), generator=generator)
+        config = getattr(model, "config", None)
+        longest = getattr(config, "max_position_embeddings", None) or options.seq_len
+        shape = (count, min(options.seq_len, longest))
+        inputs = torch.randint(first.num_embeddings, shape, generator=generator)
     elif isinstance(first, nn.Linear):
         inputs = torch.randn(count, first.in_features, generator=generator)
     elif isinstance(first, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -161,9 +167,10 @@ def random_samples(model: nn.Module, count: int, options: ParityOptions) -> Tens
             f"derived from its first layer ({type(error).__name__}: {error}): add --dataset "
             "package.module:function"
         ) from None
-    shape = (count, *outputs.shape[1:-1]) if isinstance(outputs, Tensor) else (count,)
-    check_outputs(outputs, torch.zeros(2, *shape[1:], dtype=torch.int64), str(options.model))
-    return TensorSamples(inputs, torch.randint(outputs.shape[-1], shape, generator=generator))
+    rest = outputs.shape[1:-1] if isinstance(outputs, Tensor) else ()
+    check_outputs(outputs, torch.zeros(2, *rest, dtype=torch.int64), str(options.model))
+    targets = torch.randint(outputs.shape[-1], (count, *rest), generator=generator)
+    return TensorSamples(inputs, targets)
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:

@@ -24,6 +24,7 @@ from tutti import comm
 from tutti.data import Dataset, Samples, evaluation_loader
 from tutti.data.dataset import Pair
 from tutti.models.config import GPTConfig
+from tutti.models.pretrained import ModelError, check_source, split_source
 from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine, count_replicas
 from tutti.parallel.layout import Layout, ParallelOptions
@@ -31,7 +32,7 @@ from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.init import agree, build_meta_model, load_dataset
-from tutti.train.recipe import Recipe, read_recipe, with_values
+from tutti.train.recipe import RECIPES, Compute, Recipe, read_recipe, with_values
 from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype, check_outputs
 from tutti.world.errors import UsageError
@@ -48,6 +49,7 @@ class TrainedRun:
     path: Path
     recipe: Recipe
     step: int | None  # step of the checkpoint; None: the newest complete checkpoint
+    has_checkpoint: bool = True  # False: `path` is the folder of --model hf:FOLDER
 
     @classmethod
     def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
@@ -62,9 +64,25 @@ class TrainedRun:
             existing = ", ".join(map(str, steps))
             raise UsageError(f"{path} has no checkpoint of --step {step}: use {existing}")
         recipe = read_recipe(str(path / "recipe.toml"))
+        if recipe.model.startswith("hf:") and (path / "model").is_dir():
+            recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the folder may have moved
         if precision is not None:
             recipe = replace(recipe, compute=replace(recipe.compute, precision=precision))
         return cls(path, recipe, step)
+
+    @classmethod
+    def of_folder(cls, model: str, precision: Precision | None) -> "TrainedRun":
+        """Return the model of --model hf:FOLDER, with the weights of the folder."""
+        source = split_source(model)
+        if source is None or source[0] != "hf":
+            raise UsageError(f"--model {model}: use hf:FOLDER, or --run for a model of tutti train")
+        try:
+            check_source(*source)
+        except ModelError as error:
+            raise UsageError(str(error)) from None
+        compute = Compute(precision=precision or "model")
+        recipe = replace(RECIPES["hf"], model=model, compute=compute)
+        return cls(Path(source[1]), recipe, None, has_checkpoint=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -190,7 +208,7 @@ class Predictor:
             data = load_dataset(recipe)
             if not len(data.test if split == "test" else data.train):
                 raise UsageError(f"--split {split}: this part of dataset {data.name} is empty")
-            model, weights, _ = build_meta_model(recipe, data)
+            model, weights, _ = build_meta_model(recipe, data, saved_weights=False)
             return data, model, weights
 
         loaded, model, weights = agree(prepare)

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tutti.parallel.recompute import repeated_blocks
 from tutti.world.errors import UsageError
@@ -64,15 +66,35 @@ def find_units(model: nn.Module, example: Tensor) -> Units:
         raise _refusal(model, "it has no repeated blocks in a ModuleList or Sequential")
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            module.eval()  # training may need several samples or a collective
     example = example.to("meta")
     try:
-        names, outputs = _record_order(model, example, blocks)
-        ends = _run_detached(model, example, [unit[0] for unit in names[1:]])
+        with MetaConditions():  # type: ignore[no-untyped-call]
+            names, outputs = _record_order(model, example, blocks)
+            ends = _run_detached(model, example, [unit[0] for unit in names[1:]])
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise _refusal(model, f"its forward does not run on the meta device ({reason})") from error
     _assign_parameters(model, names, ends)
     return Units(names, outputs, example)
+
+
+class MetaConditions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which a condition on a meta tensor is true.
+
+    Models of transformers read such conditions, for example whether no sample is padded and no
+    sample is packed. Stages run with real tensors, and then the conditions have their real values.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_condition = func is torch.ops.aten._local_scalar_dense.default
+        if is_condition and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def _refusal(model: nn.Module, reason: str) -> UsageError:
@@ -284,7 +306,7 @@ class _StageForward:
     def __call__(self, x: Tensor) -> Any:
         if not self._first:
             self._received = x
-            # An input without memory, for the code before the first module of the stage.
+            # An input for the code before the first module of the stage.
             example = self._units.example
             shape = [len(x), *example.shape[1:]]
             if not example.is_floating_point() and example.dim() == 2 and x.dim() == 3:
@@ -301,7 +323,8 @@ class _StageForward:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device).expand(*shape)
+    # Not expanded from one element, because the next module may write in place.
+    return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def keep_units(model: nn.Module, units: Units, names: Collection[str]) -> None:

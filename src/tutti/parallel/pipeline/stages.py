@@ -32,7 +32,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tutti.parallel.layout import ParallelOptions, check_stages
 from tutti.parallel.materialize import Weights, materialize
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.block_units import find_units, keep_units, set_units, units_of
+from tutti.parallel.pipeline.block_units import (
+    MetaConditions,
+    find_units,
+    keep_units,
+    set_units,
+    units_of,
+)
 from tutti.parallel.pipeline.schedules import stages_of
 from tutti.parallel.pipeline.tied_weights import Tie, find_ties, untie
 from tutti.parallel.sync_batchnorm import JointBatchNorm
@@ -244,12 +250,16 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> 
     costs = []
     for names in units:
         # The blocks of a transformer are equal, so the FLOPs of only one block are counted.
-        modules = [meta_model.get_submodule(name) for name in names]
+        layers = dict(meta_model.named_modules())
+        modules = [layers[name] for name in names if name in layers]
         shapes = [[parameter.shape for parameter in module.parameters()] for module in modules]
         kind = (repr(modules), repr(shapes), x.shape, x.dtype)
         if kind not in counted:
             try:
-                with FlopCounterMode(display=False) as counter:
+                with (
+                    MetaConditions(),  # type: ignore[no-untyped-call]
+                    FlopCounterMode(display=False) as counter,
+                ):
                     output = layer_view(meta_model, names)(x)
             except (RuntimeError, NotImplementedError) as error:
                 raise UsageError(
@@ -308,7 +318,11 @@ def _on_meta(model: nn.Module, buffers: bool = True) -> nn.Module:
         for value in vars(module).values():
             if isinstance(value, dist.ProcessGroup):  # deepcopy would fail
                 memo[id(value)] = value
-    return copy.deepcopy(model, memo)
+    result: nn.Module = copy.deepcopy(model, memo)
+    if buffers and hasattr(result, "set_experts_implementation"):
+        # transformers' default, a grouped matrix product, runs only in bfloat16 on meta.
+        result.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    return result
 
 
 def now(device: torch.device) -> float:
