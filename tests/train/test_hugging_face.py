@@ -215,7 +215,7 @@ def _change_config(path: Path, **changes: Any) -> None:
 
 
 def _damage(path: Path, damage: str) -> None:
-    file = path / "model-00002-of-00015.safetensors"
+    file = path / "model-00002-of-00012.safetensors"
     if damage == "missing file":
         file.unlink()
     elif damage == "truncated":
@@ -244,12 +244,12 @@ def _damage(path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("missing file", "model-00002-of-00015.safetensors is missing"),
-        ("truncated", "model-00002-of-00015.safetensors is truncated"),
-        ("not safetensors", "model-00002-of-00015.safetensors is truncated or not"),
-        ("empty", r"model-00002-of-00015.safetensors .*\(0 bytes\)"),
+        ("missing file", "model-00002-of-00012.safetensors is missing"),
+        ("truncated", "model-00002-of-00012.safetensors is truncated"),
+        ("not safetensors", "model-00002-of-00012.safetensors is truncated or not"),
+        ("empty", r"model-00002-of-00012.safetensors .*\(0 bytes\)"),
         ("quantised", "config.json: the weights are quantised"),
-        ("float8", "model-00002-of-00015.safetensors: a has dtype F8_E4M3"),
+        ("float8", "model-00002-of-00012.safetensors: a has dtype F8_E4M3"),
         ("no weights", "no safetensors weights"),
         ("index", "has no tensor other.weight"),
         ("config", "config.json is not JSON"),
@@ -263,7 +263,6 @@ def test_a_damaged_folder_is_refused_before_ranks_start(
 
     bad = tmp_path / "bad"
     shutil.copytree(folder / "llama", bad)
-    assert len(list(bad.glob("*.safetensors"))) == 15
     _damage(bad, damage)
     text = ["--dataset", "text", "--data-dir", str(folder / "text.txt"), "--seq-len", "16"]
     with pytest.raises(UsageError, match=words):
