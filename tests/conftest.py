@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from worlds import standing_processes
 
-pytest_plugins = ["measured"]
+pytest_plugins = ["alone", "measured"]
 
 # Orphaned processes become children of this process, not of init, so that leaks are found.
 _PR_SET_CHILD_SUBREAPER = 36
