@@ -57,6 +57,7 @@ def test_every_fork_has_its_own_random_seeds(tmp_path: Path) -> None:
         ("sys.exit(3)", 3, ""),
         ("sys.exit('no')", 1, "no\n"),
         ("raise ValueError('oh')", 1, "ValueError: oh\n"),
+        ("raise KeyboardInterrupt", -2, "KeyboardInterrupt\n"),
         ("sys.excepthook = lambda *error: sys.exit(2); raise ValueError", 2, ""),
         ("atexit.register(print, 'bye', file=sys.stderr)", 0, "bye\n"),
         ("os.kill(os.getpid(), 9)", -9, ""),

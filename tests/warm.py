@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -23,10 +24,11 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import IO, NoReturn
 
 # Modules that ranks use. Creating an optimizer imports torch._dynamo, which takes a second.
 _IMPORTS = (
@@ -45,7 +47,7 @@ class Warm:
     """The warm process."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._line, theirs = socket.socketpair()
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, str(theirs.fileno())],
             env={**env, "OPENBLAS_NUM_THREADS": "1"},  # otherwise importing numpy starts a thread
@@ -53,35 +55,96 @@ class Warm:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self._answers = self._line.makefile()
         self.pid = self._process.pid
         atexit.register(self.end)
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: int, stderr: int
+    ) -> "WarmProcess":
+        """Start `SCRIPT ARGUMENTS…` in a fork that leads its own session."""
+        status, theirs = os.pipe()
+        words = json.dumps([[*command], dict(env), str(cwd)]).encode()
+        socket.send_fds(self._line, [words], [stdout, stderr, theirs])
+        os.close(theirs)
+        return WarmProcess(command, status)
 
     def run(
         self, command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
     ) -> subprocess.CompletedProcess[str]:
         """Run `SCRIPT ARGUMENTS…` in a fork. Kill its process group at the timeout."""
-        with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
-            stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-            words = [*command], dict(env), str(cwd), str(stdout), str(stderr)
-            self._line.sendall(json.dumps(words).encode() + b"\n")
-            child = int(self._answers.readline())
-            # A socket's file object is unusable after a timeout, so a timer kills the process.
-            timer = threading.Timer(timeout, os.killpg, (child, signal.SIGKILL))
-            timer.start()
-            code = int(self._answers.readline())
-            in_time = timer.is_alive()
-            timer.cancel()
-            out, err = stdout.read_text(), stderr.read_text()
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+            process = self.start(command, env, cwd, stdout.fileno(), stderr.fileno())
+            in_time = process.ends_within(timeout)
+            if not in_time:
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            for file in (stdout, stderr):
+                file.seek(0)
+            out, err = stdout.read(), stderr.read()
         if not in_time:
             raise AssertionError(f"{' '.join(command)}\nran past {timeout} s\n{out}\n{err}")
         return subprocess.CompletedProcess(command, code, out, err)
 
     def end(self) -> None:
         """End the warm process."""
-        self._answers.close()
         self._line.close()
         self._process.wait()
+
+
+class WarmProcess:
+    """A process that `Warm.start` started, with the methods of subprocess.Popen."""
+
+    returncode: int | None = None
+
+    def __init__(self, command: Sequence[str], status: int) -> None:
+        self.args = command
+        self._status = os.fdopen(status, "rb", buffering=0)
+        self.pid = int.from_bytes(self._status.read(4), "little", signed=True)
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
+
+    def ends_within(self, timeout: float | None) -> bool:
+        return bool(select.select([self._status], [], [], timeout)[0])
+
+    def poll(self) -> int | None:
+        return self.wait() if self.returncode is not None or self.ends_within(0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not self.ends_within(timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int.from_bytes(self._status.read(4), "little", signed=True)
+            self._status.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Read the rest of both pipes, and wait for the process."""
+        assert self.stdout and self.stderr
+        with ThreadPoolExecutor(2) as pool:
+            parts = [pool.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
+            in_time = not wait(parts, timeout).not_done
+            if not in_time:
+                os.killpg(self.pid, signal.SIGKILL)
+        if not in_time:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, *(p.result() for p in parts))
+        self.wait()
+        return parts[0].result(), parts[1].result()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> "WarmProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self.stdout, self.stderr):
+            if pipe:
+                pipe.close()
+        self.wait()
 
 
 class ForkedRank:
@@ -113,21 +176,44 @@ class ForkedRank:
 
 
 def _serve(line: socket.socket) -> None:
-    """In the warm process: fork for every request. Reply with the pid and the exit status."""
-    for request in line.makefile():
-        command, env, folder, stdout, stderr = json.loads(request)
-        child = os.fork()
-        if child == 0:
-            line.detach()
-            os.setsid()
-            os.chdir(folder)
-            files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in (stdout, stderr)]
-            replaced = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
-            import_module("tutti.world.launch").subprocess = replaced  # type: ignore[attr-defined]
-            _become(command, env, *files)
-        line.sendall(b"%d\n" % child)
+    """In the warm process: fork for every request."""
+    while True:
+        request, files, _, _ = socket.recv_fds(line, 1 << 20, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            line.close()
+            _keep(*json.loads(request), *files)
+        for file in files:
+            os.close(file)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _keep(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    folder: str,
+    stdout: int,
+    stderr: int,
+    status: int,
+) -> NoReturn:
+    """In a fork: start the process, write its pid, wait for its end, write its exit status."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(folder)
+        replaced = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+        import_module("tutti.world.launch").subprocess = replaced  # type: ignore[attr-defined]
+        _become(command, env, stdout, stderr)
+    os.closerange(0, status)
+    os.closerange(status + 1, os.sysconf("SC_OPEN_MAX"))
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, child.to_bytes(4, "little", signed=True))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        line.sendall(b"%d\n" % code)
+        os.write(status, code.to_bytes(4, "little", signed=True))
+    os._exit(0)
 
 
 def _become(
@@ -165,11 +251,14 @@ def _become(
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
         os._exit(status)
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run `SCRIPT …` or `-m MODULE …` as Python would and return the exit code."""
+    """Run `SCRIPT …` or `-m MODULE …` as Python would. Return the exit code or minus a signal."""
     try:
         try:
             if command[0] == "-m":
@@ -180,9 +269,9 @@ def _run(command: Sequence[str]) -> int:
                 runpy.run_path(command[0], run_name="__main__")
         except SystemExit:
             raise
-        except BaseException:
+        except BaseException as error:
             sys.excepthook(*sys.exc_info())  # the hook may end the process with its own exit code
-            return 1
+            return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

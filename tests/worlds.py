@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from warm import Warm
+from warm import Warm, WarmProcess
 
 TUTTI = [sys.executable, "-m", "tutti"]
 _NO_LAUNCHER = (
@@ -67,10 +67,31 @@ def run_warm(
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script as `run_command` does, in a process that has imported torch (warm.py)."""
+    env = clean_environment() | dict(env or {})
+    return _the_warm_process().run([*map(str, command)], timeout, env, cwd or Path.cwd())
+
+
+def start_warm(
+    command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> WarmProcess:
+    """Start what `run_warm` runs. The output comes through the pipes `stdout` and `stderr`."""
+    pipes = [os.pipe(), os.pipe()]
+    process = _the_warm_process().start(
+        [*map(str, command)],
+        clean_environment() | dict(env or {}),
+        cwd or Path.cwd(),
+        *(write for _, write in pipes),
+    )
+    for _, write in pipes:
+        os.close(write)
+    process.stdout, process.stderr = (os.fdopen(read) for read, _ in pipes)
+    return process
+
+
+def _the_warm_process() -> Warm:
     global _warm
     _warm = _warm or Warm(clean_environment())
-    env = clean_environment() | dict(env or {})
-    return _warm.run([*map(str, command)], timeout, env, cwd or Path.cwd())
+    return _warm
 
 
 def run_tutti(

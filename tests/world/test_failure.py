@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ import pytest
 
 from hosts import hosts_missing, two_hosts
 from tutti.world.launchers import free_port
-from worlds import TUTTI, clean_environment, run_command
+from warm import WarmProcess
+from worlds import clean_environment, run_command, run_tutti, start_warm
 
 PROGRAM = """
 import os, sys, time, torch, torch.distributed as dist, tutti
@@ -56,14 +56,11 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def world_of_four(program: Path) -> Iterator[subprocess.Popen[str]]:
+def world_of_four(program: Path) -> Iterator[WarmProcess]:
     """Yield four ranks that are all in the middle of all-reduces of 4 MB."""
-    with subprocess.Popen(
-        [*TUTTI, "run", "-n", "4", str(program), "nothing", "0"],
-        env=clean_environment() | {"TMPDIR": str(program.parent)},  # a killed one cannot tidy up
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    with start_warm(
+        ["-m", "tutti", "run", "-n", "4", program, "nothing", "0"],
+        env={"TMPDIR": str(program.parent)},  # a killed one cannot tidy up
     ) as launcher:
         assert launcher.stdout is not None
         try:
@@ -96,7 +93,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_an_all_reduce_ends_all_four(
-    world_of_four: subprocess.Popen[str], victim: int
+    world_of_four: WarmProcess, victim: int
 ) -> None:
     pids = world_of_four.pids  # type: ignore[attr-defined]
     os.kill(pids[victim], signal.SIGKILL)
@@ -109,7 +106,7 @@ def test_a_rank_killed_in_an_all_reduce_ends_all_four(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_reach_every_rank(
-    world_of_four: subprocess.Popen[str], number: signal.Signals
+    world_of_four: WarmProcess, number: signal.Signals
 ) -> None:
     world_of_four.send_signal(number)
     _, errors = world_of_four.communicate(timeout=15)
@@ -119,7 +116,7 @@ def test_ctrl_c_and_sigterm_reach_every_rank(
     assert "Traceback" not in errors
 
 
-def test_a_killed_launcher_leaves_no_orphans(world_of_four: subprocess.Popen[str]) -> None:
+def test_a_killed_launcher_leaves_no_orphans(world_of_four: WarmProcess) -> None:
     world_of_four.kill()
     world_of_four.communicate(timeout=10)
     assert all_gone(world_of_four.pids, within=5)  # type: ignore[attr-defined]
@@ -129,7 +126,7 @@ def test_a_killed_launcher_leaves_no_orphans(world_of_four: subprocess.Popen[str
 def test_an_exception_is_printed_once_and_the_other_ranks_name_its_rank(
     program: Path, who: int
 ) -> None:
-    done = run_command([*TUTTI, "run", "-n", 3, program, "raise", who])
+    done = run_tutti("run", "-n", 3, program, "raise", who)
     host = os.uname().nodename
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done.stderr
@@ -139,13 +136,13 @@ def test_an_exception_is_printed_once_and_the_other_ranks_name_its_rank(
 
 
 def test_a_failure_outside_of_any_collective_is_printed_once_and_ends_all(program: Path) -> None:
-    done = run_command([*TUTTI, "run", "-n", 2, program, "alone", 1])
+    done = run_tutti("run", "-n", 2, program, "alone", 1)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done.stderr
 
 
 def test_a_rank_whose_output_is_hidden_still_shows_its_traceback(program: Path) -> None:
-    done = run_command([*TUTTI, "run", "-n", 2, "--show", "first", program, "memory", 1])
+    done = run_tutti("run", "-n", 2, "--show", "first", program, "memory", 1)
     assert done.stderr.count("MemoryError: no more") >= 2  # the summary and the traceback
     assert done.stderr.count("Traceback") == 1, done.stderr
     assert 'raise MemoryError("no more")' in done.stderr
@@ -172,17 +169,17 @@ def test_commands_print_the_error_of_the_rank_that_failed_first(tmp_path: Path) 
 
 
 def test_a_rank_that_ends_early_with_exit_code_zero_is_a_failure(program: Path) -> None:
-    done = run_command([*TUTTI, "run", "-n", 3, program, "leave", 1])
+    done = run_tutti("run", "-n", 3, program, "leave", 1)
     assert done.returncode == 1
     assert "rank 1" in done.stderr and "while other ranks still communicated with it" in done.stderr
 
 
 def test_the_exit_code_is_that_of_the_first_failure(program: Path) -> None:
-    assert run_command([*TUTTI, "run", "-n", 2, program, "code", 1]).returncode == 7
+    assert run_tutti("run", "-n", 2, program, "code", 1).returncode == 7
 
 
 def test_a_segmentation_fault_is_named(program: Path) -> None:
-    done = run_command([*TUTTI, "run", "-n", 2, program, "segfault", 0])
+    done = run_tutti("run", "-n", 2, program, "segfault", 0)
     assert done.returncode == 128 + signal.SIGSEGV
     assert "rank 0" in done.stderr and "was killed by SIGSEGV" in done.stderr
 
@@ -193,13 +190,7 @@ def test_ranks_stuck_outside_a_collective_end_without_any_launcher(
     # Three plain processes with the four variables: no launcher would kill them.
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), "stuck", "1"],
-            env=clean_environment() | common | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
+        start_warm([program, "stuck", "1"], env=common | {"RANK": str(rank)}) for rank in range(3)
     ]
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
@@ -235,5 +226,5 @@ def test_a_script_may_destroy_the_process_group_itself(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
         "time.sleep(2 * (world.rank == 0))  # rank 0 is still busy when the other has ended\n"
     )
-    done = run_command([*TUTTI, "run", "-n", 2, script])
+    done = run_tutti("run", "-n", 2, script)
     assert done.returncode == 0 and done.stderr == ""
