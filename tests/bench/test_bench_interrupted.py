@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from worlds import TUTTI, clean_environment
+from warm import WarmProcess
+from worlds import TUTTI, clean_environment, start_warm
 
 # Ctrl-C arrives while ranks import torch; the import of rank 0 ignores KeyboardInterrupt.
 _SLOW_IMPORT = """
@@ -38,29 +39,16 @@ sys.meta_path.insert(0, Slow())
 
 
 @contextmanager
-def started(*words: str | Path, **env: str) -> Iterator["subprocess.Popen[str]"]:
+def started(*words: str | Path, **env: str) -> Iterator[WarmProcess]:
     """A bench in its own session; killed at the end of the block."""
-    process = subprocess.Popen(
-        [str(word) for word in [*TUTTI, "bench", *words]],
-        env=clean_environment() | env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
+    with start_warm(["-m", "tutti", "bench", *words], env) as process:
+        try:
+            yield process
+        finally:
             process.kill()  # its ranks end with it
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
-        process.wait()
 
 
-def wait_for(files: list[Path], process: "subprocess.Popen[str]") -> None:
+def wait_for(files: list[Path], process: WarmProcess | subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 60
     while not all(file.exists() for file in files):
         assert process.poll() is None, process.communicate()
@@ -73,7 +61,14 @@ def test_ctrl_c_ends_starting_ranks_even_if_an_import_ignores_it(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_SLOW_IMPORT)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with started("collectives", "-n", "2", "--device", "cpu", PYTHONPATH=path) as process:
+    with subprocess.Popen(
+        [*TUTTI, "bench", "collectives", "-n", "2", "--device", "cpu"],
+        env=clean_environment() | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         wait_for([tmp_path / "importing0", tmp_path / "importing1"], process)
         os.killpg(process.pid, signal.SIGINT)
         # If rank 0 continued, it would wait for rank 1 for the whole grace period of 30 s.
