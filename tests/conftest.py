@@ -29,6 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Waiting threads of torch, here and in all ranks, sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Without these, output that is no terminal has its full width. pytest-xdist sets them.
+for _size in ("COLUMNS", "LINES"):
+    os.environ.pop(_size, None)
+
 # Examples of property tests have no deadline, because no test judges a time.
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")

@@ -3,11 +3,9 @@
 The launcher would end all ranks when one rank dies; in these tests, single ranks may die.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
-from worlds import clean_environment
+from worlds import start_warm
 
 HEAD = """
 import os, signal, sys, time, torch, torch.distributed as dist
@@ -30,19 +28,11 @@ def run_ranks(program: str, size: int, folder: Path, timeout: float = 60) -> lis
     """Run `program` on `size` ranks, and return exit code and output of each rank."""
     (folder / "program.py").write_text(HEAD + program)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, folder / "program.py", str(rank), str(size), folder],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
+        start_warm([folder / "program.py", str(rank), str(size), folder]) for rank in range(size)
     ]
     try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        outputs = ["".join(rank.communicate(timeout)) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
-    return [(rank.returncode, out) for rank, out in zip(ranks, outputs, strict=True)]
+    return [(rank.wait(), output) for rank, output in zip(ranks, outputs, strict=True)]

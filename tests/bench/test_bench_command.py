@@ -54,7 +54,7 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
     ],
 )
 def test_wrong_flags_give_one_line_before_ranks_start(arguments: list[str], message: str) -> None:
-    done = run_command([*TUTTI, "bench", *arguments])
+    done = run_tutti("bench", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -121,7 +121,7 @@ def test_an_unavailable_backend_exits_with_2() -> None:
 )
 def test_open_mpi_runs_every_operation(tmp_path: Path) -> None:
     flags = ["--backends", "gloo,mpi", "--ops", "all", "--placement", "both", "--sizes", "4,100K"]
-    done = run_command([*TUTTI, *BENCH, *flags, "--budget", "0.01", "--json", tmp_path / "b.json"])
+    done = run_tutti(*BENCH, *flags, "--budget", "0.01", "--json", tmp_path / "b.json")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     measured = [sum(row["backend"] == name for row in rows) for name in ("gloo", "mpi")]

@@ -20,7 +20,7 @@ from tutti.bench.expectations import (
 )
 from tutti.cli.bench_collectives import Collectives
 from tutti.world.errors import UsageError
-from worlds import TUTTI, run_command, run_tutti
+from worlds import run_tutti
 
 # A run that measured anything with these flags would take hours.
 LONG = ["--budget", "1000", "--device", "cpu"]
@@ -79,7 +79,7 @@ def test_nothing_is_measured_with_an_invalid_expect(bench: str, tmp_path: Path) 
     if bench != "bandwidth":  # bandwidth compares CPU links with each other
         cases["catalogue"] = "--expect catalogue"
     for text, message in cases.items():
-        done = run_command([*TUTTI, "bench", bench, *LONG, "--expect", text])
+        done = run_tutti("bench", bench, *LONG, "--expect", text)
         assert done.returncode == 2 and not done.stdout, done.stdout
         assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 

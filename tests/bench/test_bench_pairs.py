@@ -97,14 +97,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 
 def test_list_shows_the_builtin_pairs_or_those_of_a_file(tmp_path: Path) -> None:
-    done = run_command([*TUTTI, *PAIRS, "--list"])
+    done = run_tutti(*PAIRS, "--list")
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(BUILTIN_PAIRS)
     assert len(BUILTIN_PAIRS) == 12 and done.stdout.count("→") == 12
     (tmp_path / "own.py").write_text(OWN)
-    done = run_command([*TUTTI, *PAIRS, "--list", "--file", tmp_path / "own.py"])
+    done = run_tutti(*PAIRS, "--list", "--file", tmp_path / "own.py")
     assert done.stdout.splitlines()[0].split(maxsplit=1) == ["takes-turns", "in turns → in turns"]
     (tmp_path / "none.py").write_text("PAIRS = 1")
-    done = run_command([*TUTTI, *PAIRS, "--file", tmp_path / "none.py"])
+    done = run_tutti(*PAIRS, "--file", tmp_path / "none.py")
     assert done.returncode == 2 and "must define PAIRS = [function, …]" in done.stderr
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tutti.cli import SUBCOMMANDS
-from worlds import TUTTI, run_command
+from worlds import TUTTI, run_command, run_tutti
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_dir_lists_the_public_names() -> None:
     ],
 )
 def test_commands_flags_and_choices_are_completed(words: list[str], candidates: list[str]) -> None:
-    done = run_command([*TUTTI, "--complete", *words])
+    done = run_tutti("--complete", *words)
     assert done.stdout.split() == candidates, done.stderr
 
 
 def test_every_subcommand_that_is_completed_exists() -> None:
     for command, subcommands in SUBCOMMANDS.items():
         for each in subcommands:
-            done = run_command([*TUTTI, command, each, "--help"])
+            done = run_tutti(command, each, "--help")
             assert done.returncode == 0 and f"tutti {command} {each}" in done.stdout, done.stderr
 
 
@@ -101,7 +101,7 @@ def test_help_lists_the_commands() -> None:
 
 @pytest.mark.parametrize("columns", ["60", "80"])
 def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(columns: str) -> None:
-    done = run_command([*TUTTI, "bench", "collectives", "--help"], env={"COLUMNS": columns})
+    done = run_tutti("bench", "collectives", "--help", env={"COLUMNS": columns})
     assert done.returncode == 0 and "None" not in done.stdout
     assert "  -n, --ranks INT  " in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
@@ -134,7 +134,7 @@ def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(colum
 def test_wrong_usage_of_a_command_is_one_line_and_exit_code_two(
     arguments: list[str], message: str
 ) -> None:
-    done = run_command([*TUTTI, *arguments])
+    done = run_tutti(*arguments)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -154,7 +154,7 @@ def test_a_wrong_launcher_variable_is_one_line() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         "SLURM_STEP_NODELIST": "n[1-",
     }
-    done = run_command([*TUTTI, "world"], env=step)
+    done = run_tutti("world", env=step)
     assert done.returncode == 2
     assert "SLURM_STEP_NODELIST='n[1-' cannot be parsed" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ import pytest
 
 from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.cli.world import _print_table
-from worlds import TUTTI, run_command
+from worlds import run_tutti
 
 HOST = "node-0017." + 6 * "a-long-domain." + "example"
 TIMES = {"p50": 1.5, "min": 1.0, "p99": 2.0, "cv": 0.1}
@@ -19,7 +19,7 @@ TIMES = {"p50": 1.5, "min": 1.0, "p99": 2.0, "cv": 0.1}
     "words", [["world"], ["topo"], ["doctor", "--all"], ["bench", "pairs", "--list"]]
 )
 def test_no_line_is_wider_than_the_terminal(words: list[str], columns: int) -> None:
-    done = run_command([*TUTTI, *words], env={"COLUMNS": str(columns)})
+    done = run_tutti(*words, env={"COLUMNS": str(columns)})
     widest = max(map(len, done.stdout.splitlines()))
     assert widest <= columns, done.stdout
     if words[0] == "doctor" and columns == 140:
@@ -38,7 +38,7 @@ def test_a_comparison_fits_or_has_one_line_per_row(columns: str | None, tmp_path
     )
     files = [tmp_path / "a.json"] * 2
     env = {} if columns is None else {"COLUMNS": columns}
-    done = run_command([*TUTTI, "bench", "compare", *files, "--show", "all"], env=env)
+    done = run_tutti("bench", "compare", *files, "--show", "all", env=env)
     lines = done.stdout.splitlines()
     assert "back-to-back" in done.stdout and done.returncode == 0, done.stderr
     assert max(map(len, lines)) <= int(columns) if columns else len(lines) == 3

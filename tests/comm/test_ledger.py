@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from tutti.comm import collective_errors, ledger
 from tutti.comm.ledger import GroupLedger, ProcessLedger, processes, read_process
 from tutti.comm.shm import native
 from tutti.world.world import World
-from worlds import TUTTI, clean_environment, in_world, run_command
+from worlds import in_world, run_command, run_tutti, start_warm
 
 
 def _begin(group: GroupLedger, sequence: int, kind: str = "all_reduce") -> int:
@@ -251,26 +252,19 @@ with tutti.init(device="cpu") as world:
 def _stuck_world(folder: Path) -> Iterator[None]:
     script = folder / "stuck.py"
     script.write_text(_STUCK)
-    started = subprocess.Popen(
-        [*TUTTI, "run", "-n", "3", "--device", "cpu", "--grace", "0.2", str(script)],
-        env=clean_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        started.terminate()
-        started.wait(timeout=30)
+    run = ["-m", "tutti", "run", "-n", "3", "--device", "cpu", "--grace", "0.2", script]
+    with start_warm(run) as started:
+        try:
+            yield
+        finally:
+            started.send_signal(signal.SIGTERM)
+            started.communicate(timeout=30)
 
 
 def test_the_command_shows_ranks_that_hang_in_different_ways(tmp_path: Path) -> None:
     def rows(*flags: str) -> dict[str, dict[str, Any]]:
-        done = run_command(
-            [*TUTTI, "world", "--json", tmp_path / "rows.json", "--ledger", *flags],
-            env={"COLUMNS": "200"},
-        )
+        words = ["world", "--json", tmp_path / "rows.json", "--ledger", *flags]
+        done = run_tutti(*words, env={"COLUMNS": "200"})
         assert done.returncode == 0, done.stderr
         found = json.loads((tmp_path / "rows.json").read_text())["rows"]
         ours = [row for row in found if "stuck.py" in row["called at"]]
@@ -300,7 +294,7 @@ def test_the_command_shows_ranks_that_hang_in_different_ways(tmp_path: Path) -> 
 
 
 def test_the_command_reports_that_a_process_has_no_ledger() -> None:
-    done = run_command([*TUTTI, "world", "--ledger", "1"])
+    done = run_tutti("world", "--ledger", "1")
     assert done.returncode == 2
     assert "--ledger 1: this process has ended" in done.stderr and done.stderr.count("\n") == 1
 

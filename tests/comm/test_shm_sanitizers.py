@@ -50,7 +50,7 @@ def test_given_random_operations_then_the_sanitizer_finds_nothing(
     assert linked.returncode == 0, linked.stderr
     for ranks in (2, 3):
         ran = subprocess.run(
-            [str(program), str(ranks), "3", str(ranks)], capture_output=True, text=True, timeout=120
+            [str(program), str(ranks), "2", str(ranks)], capture_output=True, text=True, timeout=120
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr[:20000]
         assert "all right" in ran.stdout

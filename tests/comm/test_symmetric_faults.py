@@ -71,7 +71,8 @@ if rank == 0:
     caught(lambda: symmetric.Heap(bytes=4096, timeout=0.5))
 dist.barrier()
 group = dist.new_group([0, 1])
-heap = symmetric.Heap(group, bytes=4096, timeout=0.5)
+dist.barrier()
+heap = symmetric.Heap(group, bytes=4096, timeout=2)
 if rank == 0:
     caught(heap.barrier)
     caught(heap.barrier)
@@ -81,7 +82,7 @@ dist.barrier()
     assert (code0, code1) == (0, 0), out0 + out1
     first, second, third = out0.splitlines()
     assert first.startswith("Timeout - symmetric.Heap: rank 0 waited 0.5 s for rank 1")
-    assert second.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in a barrier")
+    assert second.startswith("Timeout - rank 0 waited 2 s for rank 1 in a barrier")
     assert third.startswith("UsageError - this heap is unusable")
 
 
@@ -123,9 +124,9 @@ dist.barrier()
     (code0, out0), (code1, out1) = run_ranks(program, 2, tmp_path)
     assert (code0, code1) == (0, 0), out0 + out1
     heap, left, reduction, more = out0.splitlines()
-    assert heap.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in Heap"), out0
+    assert heap.startswith("Timeout - rank 0 waited 2 s for rank 1 in Heap"), out0
     assert left == f"{native.BAD_ARGUMENT} 0", out0
-    assert reduction.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in all_reduce"), out0
+    assert reduction.startswith("Timeout - rank 0 waited 2 s for rank 1 in all_reduce"), out0
     assert more == "0", out0
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from worlds import TUTTI, run_command, run_tutti
+from worlds import run_tutti
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "symmetric"
 SHOWN = {
@@ -23,7 +23,7 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_prints_its_result(name: str) -> None:
     ranks = 3 if name == "parameter_server" else 2
-    done = run_command([*TUTTI, "run", "-n", ranks, "--device", "cpu", EXAMPLES / f"{name}.py"])
+    done = run_tutti("run", "-n", ranks, "--device", "cpu", EXAMPLES / f"{name}.py")
     assert done.returncode == 0, done.stderr
     assert SHOWN[name] in done.stdout
 

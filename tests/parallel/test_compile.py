@@ -27,16 +27,17 @@ from worlds import in_world
 def _compiled(world: tutti.World) -> dict[str, float]:
     """Compile as --compile does, but with a backend without C++ code, which would take a minute.
 
-    Two sizes of batch, as at the end of an epoch.
+    Two sizes of batch, as at the end of an epoch, where a second compilation is different.
     """
     inputs, targets = some_tokens(world.device)
     results = {}
-    for name, whole in {"dp2": False, "shard2": False, "tp2": False, "tp2, whole": True}.items():
+    sizes = {"dp2": (8, 4), "shard2": (8,), "tp2": (8, 4), "tp2, whole": (8,)}
+    for name in sizes:
         layout = name.split(",")[0]
-        options = ParallelOptions(layout=layout, sequence_parallel=not whole)
+        options = ParallelOptions(layout=layout, sequence_parallel=name != "tp2, whole")
         engine = build_engine(small_gpt(), world, None, options, example=inputs[:1])
         compile_blocks(engine.model, backend="aot_eager")
-        for size in (8, 4):
+        for size in sizes[name]:
             x, y = inputs[:size], targets[:size]
             engine.model.zero_grad()
             step_of(engine, x, y, [size // engine.mesh.layout.data_ranks] * 2)
@@ -77,7 +78,7 @@ def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
     for rank in in_world(_compiled, 2, timeout=240):
-        assert len(rank) == 8
+        assert len(rank) == 6
         assert not {n: error for n, error in rank.items() if not error < TOLERANCE}
 
 

@@ -291,7 +291,7 @@ def test_a_replica_that_differs_is_named_on_every_rank() -> None:
 
 
 # 46 million parameters, 184 MB in float32; with gradients and AdamW's state 736 MB.
-CONFIG = GPTConfig(vocab_size=1024, max_seq_len=64, layers=14, dim=512, heads=8)
+CONFIG = GPTConfig(vocab_size=1024, max_seq_len=16, layers=14, dim=512, heads=8)
 WHOLE = 4 * CONFIG.parameters()
 
 
@@ -313,7 +313,7 @@ def _gpt_engine(world: tutti.World, config: GPTConfig, layout: str) -> Engine:
         world,
         None,
         ParallelOptions(layout=layout),
-        example=torch.zeros(1, 64, dtype=torch.int64),
+        example=torch.zeros(1, 16, dtype=torch.int64),
         microbatches=4,
         microbatch_size=1,
         weights=weights,
@@ -321,7 +321,7 @@ def _gpt_engine(world: tutti.World, config: GPTConfig, layout: str) -> Engine:
 
 
 def _one_step(engine: Engine) -> float:
-    tokens = torch.arange(4 * 64).view(4, 64) % 32
+    tokens = torch.arange(4 * 16).view(4, 16) % 32
     parts = list(zip(tokens.split(1), tokens.split(1), strict=True))
     optimizer = torch.optim.AdamW(engine.model.parameters(), fused=True)
 
@@ -337,7 +337,7 @@ def _one_step(engine: Engine) -> float:
 
 def _under_a_limit(world: tutti.World, layout: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    small = GPTConfig(vocab_size=64, max_seq_len=64, layers=4, dim=16, heads=4)
+    small = GPTConfig(vocab_size=64, max_seq_len=16, layers=4, dim=16, heads=4)
     _one_step(_gpt_engine(world, small, layout))  # threads and buffers that any step needs
     results: dict[str, Any] = {}
     _limit(int(0.6 * WHOLE))

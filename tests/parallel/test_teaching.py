@@ -14,7 +14,7 @@ from torch import nn
 
 import tutti
 from tutti.parallel.teaching import ColumnLinear, LayersOnRanks, RowLinear, own_slice
-from worlds import TUTTI, in_world, run_command
+from worlds import in_world, run_tutti
 
 TOLERANCE = 1e-12
 
@@ -120,7 +120,7 @@ def test_channels_that_cannot_be_split_evenly_are_refused(three: list[Any]) -> N
 
 def test_the_example_compares_both_with_one_device() -> None:
     example = Path(__file__).parents[2] / "examples" / "naive_model_parallel.py"
-    done = run_command([*TUTTI, "run", "-n", "2", "--device", "cpu", example])
+    done = run_tutti("run", "-n", "2", "--device", "cpu", example)
     assert done.returncode == 0, done.stderr
     errors = re.findall(
         r"(layers on ranks|channels split): rank 0 holds (\d+) of 16640 parameters, largest "

@@ -1,8 +1,6 @@
 """The command tutti predict: after tutti train, wrong usage, a killed rank."""
 
 import json
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +9,7 @@ import psutil
 import pytest
 from saved_runs import gpt_run
 
-from worlds import TUTTI, clean_environment, run_tutti
+from worlds import run_tutti, start_warm
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,21 +101,13 @@ def test_a_killed_rank_leaves_the_old_file_and_no_partial_one(
     out.parent.mkdir()
     out.write_text("the old one\n")
     flags = ["--run", str(trained), "--dataset", "slow:data", "--ranks", "2", "--out", str(out)]
-    with subprocess.Popen(
-        [*TUTTI, "predict", *flags, "--batch", "4"],
-        env=clean_environment(),
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with start_warm(["-m", "tutti", "predict", *flags, "--batch", "4"], cwd=tmp_path) as process:
         deadline = time.monotonic() + 60
         while not any(each.stat().st_size for each in out.parent.glob(".rows.jsonl.*.partial")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "nothing was ever written"
             time.sleep(0.01)
-        ranks = psutil.Process(process.pid).children()
-        (second,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
-        os.kill(second.pid, signal.SIGKILL)
+        psutil.Process(process.pid).children()[1].kill()
         _, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, 2) and "rank 1" in errors and "SIGKILL" in errors
     assert out.read_text() == "the old one\n"

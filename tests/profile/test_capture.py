@@ -17,6 +17,7 @@ from tutti.profile.captured_command import resolve_command
 from tutti.profile.trace_file import TraceFile
 from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
+from worlds import run_warm
 
 
 def _step() -> None:
@@ -47,13 +48,20 @@ def test_a_loop_that_ends_early_records_the_number_of_complete_steps(tmp_path: P
 
 def test_recorded_steps_have_no_page_faults_of_a_growing_heap(tmp_path: Path) -> None:
     """Each step has 2,000 operators, whose events need more than 1 MB."""
-    values = torch.ones(4)
-    with Capture(tmp_path, wait=3, warmup=1, active=5) as capture:
-        for _ in range(9):
-            for _ in range(2000):
-                values.add_(1)
-            capture.step()
+    program = tmp_path / "program.py"  # a new process: other tests changed the heap of this one
+    program.write_text(
+        "import sys, torch\n"
+        "from tutti.profile.capture import Capture\n"
+        "values = torch.ones(4)\n"
+        "with Capture(sys.argv[1], wait=3, warmup=1, active=5) as capture:\n"
+        "    for _ in range(9):\n"
+        "        for _ in range(2000):\n"
+        "            values.add_(1)\n"
+        "        capture.step()\n"
+    )
+    done = run_warm([program, tmp_path])
 
+    assert done.returncode == 0, done.stderr
     unrecorded, recorded = _metadata(tmp_path)["page_faults"]
     assert len(unrecorded) == 3 and len(recorded) == 5
     assert median(recorded) < 50  # without a prepared heap: more than 200

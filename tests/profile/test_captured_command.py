@@ -13,7 +13,7 @@ import pytest
 
 from tutti.profile.trace_file import TraceFile
 from tutti.profile.trace_reader import read_rank
-from worlds import TUTTI, run_command
+from worlds import TUTTI, run_command, run_tutti, run_warm
 
 SCRIPT = Path(__file__).parent / "plain_ddp.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -27,8 +27,8 @@ def _profile(
     out: Path, command: list[Any], env: dict[str, str] | None = None, flags: Sequence[Any] = ()
 ) -> dict[str, Any]:
     result = out / "result.json"
-    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, *flags, "--", *command]
-    done = run_command(words, env=env, cwd=out.parent)
+    words = ["profile", "--out", out, *SCHEDULE, "--json", result, *flags, "--", *command]
+    done = run_tutti(*words, env=env, cwd=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     rows: dict[str, Any] = json.loads(result.read_text())
     rows["printed"] = done.stdout
@@ -129,7 +129,7 @@ def test_one_trace_can_be_read_without_the_others(
     (tmp_path / "rank1.json.gz").write_bytes((out / "traces" / "rank1.json.gz").read_bytes())
 
     result = tmp_path / "r" / "r.json"
-    done = run_command([*TUTTI, "profile", "--trace", tmp_path, "--json", result])
+    done = run_tutti("profile", "--trace", tmp_path, "--json", result)
     again = json.loads(result.read_text())
 
     assert done.returncode == 0, done.stderr
@@ -144,7 +144,7 @@ def test_the_merged_trace_has_an_arrow_for_every_matched_collective(
     out, rows = gloo
     merged = tmp_path / "all.json.gz"
 
-    done = run_command([*TUTTI, "profile", "--trace", out, "--merge", merged])
+    done = run_tutti("profile", "--trace", out, "--merge", merged)
 
     assert done.returncode == 0, done.stderr
     events = list(TraceFile(merged).events())
@@ -195,8 +195,8 @@ print(p.path.name)
 def test_a_training_loop_marks_its_own_steps(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(OWN_LOOP)
 
-    done = run_command([sys.executable, "loop.py"], cwd=tmp_path)
-    read = run_command([*TUTTI, "profile", "--trace", tmp_path, "--json", tmp_path / "r.json.out"])
+    done = run_warm(["loop.py"], cwd=tmp_path)
+    read = run_tutti("profile", "--trace", tmp_path, "--json", tmp_path / "r.json.out")
 
     assert done.stdout.strip() == "rank0.json.gz", done.stderr
     assert read.returncode == 0, read.stderr
@@ -207,10 +207,10 @@ def test_a_training_loop_marks_its_own_steps(tmp_path: Path) -> None:
 
 
 def test_tutti_train_records_batch_and_input(tmp_path: Path) -> None:
-    run = [*TUTTI, "train", "--recipe", "lenet", "--batch", "8", "--accumulation", "2"]
+    run = ["train", "--recipe", "lenet", "--batch", "8", "--accumulation", "2"]
     run += ["--device", "cpu", "--steps", "12", "--no-evaluate", "--profile", "--out", "run"]
 
-    done = run_command(run, cwd=tmp_path)
+    done = run_tutti(*run, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     trace = read_rank(tmp_path / "run" / "traces" / "rank0.json.gz")
@@ -284,7 +284,7 @@ assert any(event.name == "aten::linear" for event in own_profiler.events())
 def test_a_program_keeps_its_own_profiler(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(OWN_PROFILER)
 
-    done = run_command([*TUTTI, "profile", "--", "program.py"], cwd=tmp_path)
+    done = run_tutti("profile", "--", "program.py", cwd=tmp_path)
 
     assert done.returncode == 2, done.stderr
     assert "its own torch.profiler" in done.stderr
@@ -309,7 +309,7 @@ def test_a_program_keeps_its_own_profiler(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_prints_one_line(flags: list[str], expected: str, tmp_path: Path) -> None:
-    done = run_command([*TUTTI, "profile", *flags], cwd=tmp_path)
+    done = run_tutti("profile", *flags, cwd=tmp_path)
 
     assert done.returncode == 2
     assert expected in done.stderr

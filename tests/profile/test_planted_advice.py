@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tutti.profile.trace_reader import read_rank
-from worlds import TUTTI, run_command
+from worlds import run_tutti
 
 SCRIPT = Path(__file__).parent / "plain_ddp.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -28,8 +28,8 @@ PLANTED_INPUT = 0.06  # seconds, in plain_ddp.py
 
 def _profile(folder: Path, **planted: str) -> dict[str, Any]:
     result = folder / "result.json"
-    words = [*TUTTI, "profile", "--out", folder / "out", *SCHEDULE, "--json", result, "--"]
-    done = run_command([*words, *TORCHRUN, SCRIPT, "gloo", "13"], env=planted, cwd=folder)
+    words = ["profile", "--out", folder / "out", *SCHEDULE, "--json", result, "--"]
+    done = run_tutti(*words, *TORCHRUN, SCRIPT, "gloo", "13", env=planted, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     rows: dict[str, Any] = json.loads(result.read_text())
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hosts import Network, hosts_missing, network
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_tutti
 
 pytestmark = pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
 
@@ -38,7 +38,7 @@ def _profiled(made: Network, out: Path, port: int, backend: str) -> dict[str, An
     ]
     outputs = [rank.communicate(timeout=90) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    done = run_command([*TUTTI, "profile", "--trace", out, "--json", out / "result.json"])
+    done = run_tutti("profile", "--trace", out, "--json", out / "result.json")
     assert done.returncode == 0, done.stderr
     rows: dict[str, Any] = json.loads((out / "result.json").read_text())
     assert [each["host"] for each in rows["ranks"]] == ["n1", "n2"]

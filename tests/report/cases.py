@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from worlds import TUTTI, run_command
+from worlds import run_tutti
 
 SCALE = Path(__file__).parent / "scale.json"
 ROOT = Path(__file__).parents[2]
@@ -12,15 +12,15 @@ HOSTILE = "</script><img src=x onerror=window.hit=1><a href='https://example.org
 
 def train(out: Path, *flags: str) -> Path:
     """Train a few steps and return the run directory."""
-    words = [*TUTTI, "train", "--recipe", "lenet", "--device", "cpu", "--no-evaluate"]
-    done = run_command([*words, "--out", out, *flags])
+    words = ["train", "--recipe", "lenet", "--device", "cpu", "--no-evaluate"]
+    done = run_tutti(*words, "--out", out, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
 def report(*words: object) -> Path:
     """Run tutti report and return the path that it prints last."""
-    done = run_command([*TUTTI, "report", *map(str, words)])
+    done = run_tutti("report", *map(str, words))
     assert done.returncode == 0, done.stdout + done.stderr
     return Path(done.stdout.splitlines()[-1])
 

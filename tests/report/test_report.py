@@ -30,7 +30,7 @@ from tutti.report.plot import MAX_POINTS, Figure, log_axis, thin
 from tutti.report.sources import ReportSources, Run, read_sources
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
-from worlds import TUTTI, run_command
+from worlds import run_tutti
 
 
 def _column(figure: Figure, name: str) -> list[Any]:
@@ -259,7 +259,7 @@ def test_live_waiting_has_a_curve_for_every_rank(two_ranks: Path) -> None:
 def test_only_a_recorded_topology_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text('{"environment": {"host": "far away"}}')
     alone = build_page(read_sources([tmp_path]))
-    done = run_command([*TUTTI, "topo", "--json", tmp_path / "topo.json"])
+    done = run_tutti("topo", "--json", tmp_path / "topo.json")
     assert done.returncode == 0, done.stderr
 
     sources = read_sources([tmp_path])
@@ -434,7 +434,7 @@ def test_wrong_usage_prints_one_line(words: list[str], expected: str, tmp_path: 
         (tmp_path / "plain.json").write_text('{"a": 1}')
         (tmp_path / "text.json").write_text("hello")
 
-    done = run_command([*TUTTI, "report", *words], cwd=tmp_path)
+    done = run_tutti("report", *words, cwd=tmp_path)
 
     assert done.returncode == 2
     assert expected in done.stderr

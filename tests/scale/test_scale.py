@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from worlds import TUTTI, clean_environment, run_command
+from worlds import run_tutti, start_warm
 
 SCRIPT = Path(__file__).parent / "plain_training.py"
 SLEEP_S = 0.1  # in that script
@@ -26,7 +25,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
     program = [*TORCHRUN, "--nproc-per-node", "{ranks}", SCRIPT, "100000"]
     words += ["--json", out.parent / "copy.json"]
-    done = run_command([*TUTTI, *words, "--", *program], env={"SLEEPS": "all"})
+    done = run_tutti(*words, "--", *program, env={"SLEEPS": "all"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((out.parent / "copy.json").read_text())["rows"]
     return _results(out, done.stdout, done.stderr)
@@ -37,16 +36,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Scale the script with rank 1 late, and press Ctrl-C at the beginning of the third run."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "2", *SHORT, "--out", out]
-    command = [*TUTTI, *words, "--", "python", SCRIPT, "100000"]
-    env = clean_environment()
-    with subprocess.Popen(
-        [str(word) for word in command],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    command = ["-m", "tutti", *words, "--", "python", SCRIPT, "100000"]
+    with start_warm(command) as process:
         assert process.stderr is not None
         progress = ""
         while "[3/4]" not in progress and (character := process.stderr.read(1)):
@@ -105,7 +96,7 @@ def test_an_unchanged_accelerate_script_is_explained(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "profile" / "plain_accelerate.py"
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", tmp_path / "out"]
 
-    done = run_command([*TUTTI, *words, "--", "python", script, "3000"])
+    done = run_tutti(*words, "--", "python", script, "3000")
 
     assert done.returncode == 0, done.stdout + done.stderr
     row = _results(tmp_path / "out", done.stdout, done.stderr)["rows"][1]
@@ -167,7 +158,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """LeNet with a batch of 32, shared by two ranks."""
     out = tmp_path_factory.mktemp("recipe") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
-    done = run_command([*TUTTI, *words, *LENET, "--lr", "0.01"])
+    done = run_tutti(*words, *LENET, "--lr", "0.01")
     assert done.returncode == 0, done.stdout + done.stderr
     return _results(out, done.stdout, done.stderr)
 
@@ -187,7 +178,7 @@ def test_a_recipe_shares_its_batch_in_strong_scaling(recipe: dict[str, Any]) -> 
 def test_a_sweep_runs_every_value(tmp_path: Path) -> None:
     words = ["scale", "--ranks", "1", "--repeats", "1", *SHORT, "--out", tmp_path / "out"]
     words += ["--mode", "weak", *LENET, "--sweep", "batch=4,64"]
-    done = run_command([*TUTTI, *words])
+    done = run_tutti(*words)
     rows = json.loads((tmp_path / "out" / "scale.json").read_text())["sweep"]
 
     assert done.returncode == 0, done.stderr
@@ -250,7 +241,7 @@ def test_wrong_usage_names_the_flag_and_the_cure(
 
 def test_too_few_steps_report_the_number_that_is_needed(tmp_path: Path) -> None:
     words = ["scale", "--ranks", "1", *SHORT, "--out", tmp_path / "out"]
-    done = run_command([*TUTTI, *words, "--", SCRIPT, "3"])
+    done = run_tutti(*words, "--", SCRIPT, "3")
 
     assert done.returncode == 2
     assert "must take 17 steps" in done.stderr and "--steps" in done.stderr

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ import pytest
 
 from tutti.train.recipe import read_recipe_and_ranks
 from tutti.train.run_directory import Metrics
-from worlds import TUTTI, clean_environment, run_command, run_tutti
+from warm import WarmProcess
+from worlds import run_tutti, run_warm, start_warm
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -53,21 +53,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @contextmanager
-def started(out: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [*TUTTI, "train", *LONG, "--out", str(out)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+def started(*flags: str | Path) -> Iterator[WarmProcess]:
+    with start_warm(["-m", "tutti", "train", *flags]) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for(condition: Any, process: WarmProcess, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -79,7 +73,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run_bit_for_bit(
     uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    with started(out) as process:
+    with started(*LONG, "--out", out) as process:
         wait_for(lambda: list((out / "checkpoints").glob("step-*[0-9]")), process)
         process.send_signal(signal.SIGINT)  # Ctrl-C
         stdout, _ = process.communicate(timeout=60)
@@ -98,14 +92,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run_bit_for_bit(
 def test_a_signal_for_the_whole_process_group_saves_a_checkpoint(tmp_path: Path) -> None:
     """A scheduler sends SIGTERM, and a terminal Ctrl-C, also to the workers of the data loader."""
     flags = [*SHORT, "--epochs", "1000", "--workers", "1", "--out", str(tmp_path / "run")]
-    with subprocess.Popen(
-        [*TUTTI, "train", *flags],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    with started(*flags) as process:
         wait_for(lambda: list((tmp_path / "run").glob("metrics/*")), process)
         os.killpg(process.pid, signal.SIGTERM)
         out, err = process.communicate(timeout=60)
@@ -114,8 +101,9 @@ def test_a_signal_for_the_whole_process_group_saves_a_checkpoint(tmp_path: Path)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*[0-9]"))) > 0
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
-    program = (
+def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
         "import os, signal, time, torch\n"
         "from tutti.train.telemetry import StatusSync, StepTimer\n"
         "StatusSync(0, 1, 0, StepTimer(torch.device('cpu'), own_time=False))\n"
@@ -124,7 +112,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('continues', flush=True)\n"
     )
-    done = run_command([TUTTI[0], "-c", program])
+    done = run_warm([program])
     assert (done.returncode, done.stdout.count("continues")) == (130, 2)
     assert "Ctrl-C again" in done.stderr
 
@@ -133,7 +121,7 @@ def test_after_a_rank_is_killed_during_a_save_the_run_resumes_from_the_previous_
     uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    with started(out) as process:
+    with started(*LONG, "--out", out) as process:
         checkpoints = out / "checkpoints"
         wait_for(lambda: list(checkpoints.glob("step-*[0-9]")), process)
         wait_for(lambda: list(checkpoints.glob("*.tmp")), process)
@@ -252,7 +240,7 @@ def test_a_user_model_and_dataset_are_trained(tmp_path: Path) -> None:
         "    return (x[:240], y[:240]), (x[240:], y[240:])\n"
     )
     own = ["--model", "mine:model", "--dataset", "mine:data", "--epochs", "30", "--ranks", "2"]
-    done = run_command([*TUTTI, "train", *own, "--lr", "0.03"], cwd=tmp_path)
+    done = run_tutti("train", *own, "--lr", "0.03", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (out,) = (tmp_path / "runs").glob("model-*")  # the name of the function
     summary = json.loads((out / "summary.json").read_text())

@@ -9,7 +9,7 @@ import pytest
 
 from tutti.world.errors import UsageError
 from tutti.world.jobs import mpi_script, parse_hosts, slurm_script
-from worlds import TUTTI, run_command
+from worlds import TUTTI, run_command, run_tutti
 
 HOSTILE = ['x"; touch pwned; "', "$(touch pwned)", "`touch pwned`", "a\n#SBATCH --x", "a, b", "'"]
 
@@ -101,7 +101,7 @@ def test_tutti_submit_mpi_runs_a_world(mpirun: str, tmp_path: Path) -> None:
 def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "true.mpi.sh").write_text("precious\n")
     submit = ["submit", "mpi", "--mpirun", "true", "--flavour", "mpich", "--", "true"]
-    done = run_command([*TUTTI, *submit], cwd=tmp_path)
+    done = run_tutti(*submit, cwd=tmp_path)
     assert done.returncode == 2 and "true.mpi.sh exists" in done.stderr
     assert (tmp_path / "true.mpi.sh").read_text() == "precious\n"
 
@@ -120,6 +120,6 @@ def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
 def test_wrong_usage_of_submit_is_one_line_and_exit_code_two(
     arguments: list[str], message: str
 ) -> None:
-    done = run_command([*TUTTI, "submit", *arguments])
+    done = run_tutti("submit", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr

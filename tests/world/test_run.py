@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_command, run_tutti, start_warm
 
 
 def start(*command: object) -> subprocess.Popen[str]:
@@ -45,14 +45,14 @@ def test_every_rank_gets_the_arguments_of_the_script(script: Path) -> None:
 
 
 def test_show_first_shows_only_rank_0_unchanged(script: Path) -> None:
-    done = run_command([*TUTTI, "run", "-n", 3, "--show", "first", script])
+    done = run_tutti("run", "-n", 3, "--show", "first", script)
     assert done.stdout == "rank 0 of 3 []\n"
     assert done.stderr == "warning\n"
 
 
 def test_each_rank_has_a_log_file(script: Path, tmp_path: Path) -> None:
     logs = tmp_path / "deep" / "logs"
-    run_command([*TUTTI, "run", "-n", 2, "--log-dir", logs, "--show", "first", script])
+    run_tutti("run", "-n", 2, "--log-dir", logs, "--show", "first", script)
     assert sorted(path.name for path in logs.iterdir()) == ["rank0.log", "rank1.log"]
     assert set((logs / "rank1.log").read_text().splitlines()) == {"rank 1 of 2 []", "warning"}
 
@@ -101,7 +101,7 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
         "print([os.environ[name] for name in names], 'SLURM_STEP_ID' in os.environ)\n"
     )
     outer = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "1"}
-    done = run_command([*TUTTI, "run", "-n", 1, script], env=outer)
+    done = run_tutti("run", "-n", 1, script, env=outer)
     assert done.stdout == "['0', '0', '1', '1', '0', '127.0.0.1'] False\n"
 
 
@@ -110,7 +110,7 @@ def test_child_processes_that_a_rank_left_running_are_killed(tmp_path: Path) -> 
     script.write_text(
         "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
     )
-    done = run_command([*TUTTI, "run", "-n", 1, script], timeout=30)
+    done = run_tutti("run", "-n", 1, script, timeout=30)
     pid = int(done.stdout)
     time.sleep(0.1)
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
@@ -124,7 +124,7 @@ def test_user_signals_are_forwarded_to_the_ranks(tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "signal.pause()\n"
     )
-    with start(*TUTTI, "run", "-n", 2, script) as launcher:
+    with start_warm(["-m", "tutti", "run", "-n", 2, script]) as launcher:
         assert launcher.stdout is not None
         ready = {launcher.stdout.readline(), launcher.stdout.readline()}
         assert ready == {"[rank 0] ready\n", "[rank 1] ready\n"}
@@ -189,7 +189,7 @@ def test_the_error_of_a_hidden_rank_is_shown(tmp_path: Path, shown: str) -> None
         "    time.sleep(0.5 * (world.rank == 0))\n"
         "    raise tutti.UsageError('use --less')\n"
     )
-    done = run_command([*TUTTI, "run", "-n", 2, "--show", shown, script])
+    done = run_tutti("run", "-n", 2, "--show", shown, script)
     assert done.returncode == 2
     assert "rank 1" in done.stderr and "use --less" in done.stderr, done.stderr
 
@@ -216,6 +216,6 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
     script: Path, arguments: list[str], message: str
 ) -> None:
     words = [str(script) if word == "SCRIPT" else word for word in arguments]
-    done = run_command([*TUTTI, "run", *words])
+    done = run_tutti("run", *words)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
