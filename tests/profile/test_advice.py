@@ -247,13 +247,13 @@ def test_advice_on_accumulation_mentions_the_learning_rate(tmp_path: Path) -> No
 
 
 def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) -> None:
-    """Backward could hide 100 of 1500 µs. Accumulation gains more but changes the training."""
+    """Backward could hide 200 of 1400 µs. Accumulation gains more but changes the training."""
     events = [
         _step(2000),
         x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 300, 301),
-        x("cpu_op", "aten::mm", 301, 401) | {"tid": 8},
-        x("cpu_op", f"{ENGINE}MmBackward0", 390, 401),
-        *_message(450, 450, 1950, 1 << 20),
+        x("cpu_op", "aten::mm", 301, 501) | {"tid": 8},
+        x("cpu_op", f"{ENGINE}MmBackward0", 490, 501),
+        *_message(550, 550, 1950, 1 << 20),
     ]
 
     rows = _rows(tmp_path, events, events)

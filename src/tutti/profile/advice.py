@@ -27,7 +27,7 @@ from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text,
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
 # Share of the step by which two runs of one program differ, even if their steps are all equal.
-_RUN_NOISE = 0.02
+_RUN_NOISE = 0.03
 _LARGEST_SCALAR = 1024  # bytes. A smaller all-reduce is a loss, not a gradient.
 _MEMORY_FULL = 0.9  # share of the device's memory
 _MAX_WORKERS = 16
@@ -321,18 +321,24 @@ def _no_sync(run: ProfiledRun) -> Iterator[Advice | None]:
     passes = model.passes_per_step() if model is not None else 0
     if ddp is None or model is None or passes < 2 or run.is_tutti:
         return
-    gains = []
+    gains, hidden = [], []
     for found in model.passes.values():
         saved = [backward for ranks in found[:-1] for backward in ranks.values()]
         gains.append(sum(b.finish - b.end for b in saved) / len(run.traces))
-    copied = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, "copy_bucket_to_grad"))
-    copies = [value * (passes - 1) / passes for value in copied[: len(gains)]]
-    more = [gain + copy for gain, copy in zip(gains, copies, strict=True)]
+        hidden.append(sum(b.hidden_s for b in saved) / len(run.traces))
+    # Without communication the copies to and from the buckets and the contention disappear, too.
+    copied = run.per_trace_step(
+        lambda trace, step: (
+            _reducer_s(trace, step, "copy_bucket_to_grad") + _reducer_s(trace, step, "mul_out")
+        )
+    )
+    copies = (passes - 1) / passes * median(copied)
+    more = [g + copies + run.contention * h for g, h in zip(gains, hidden, strict=True)]
     where = ddp.get("constructed_at")
     yield _advice(
         run,
         "no_sync",
-        [gains, *_scaled(gains, 0.7, 1 / run.overhead), *_scaled(more, 1.2)],
+        [gains, *_scaled(gains, 0.7 / run.overhead), *_scaled(more, 1.2)],
         change={"no_sync": passes},
         passes=passes,
         where=f" (DistributedDataParallel in {where})" if where else "",
@@ -546,7 +552,7 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice 
     yield _advice(
         run,
         "accumulation",
-        _scaled(steps, 0.7 * (1 - 1 / k), 1 - 1 / k),
+        _scaled(steps, 0.7 * (1 - 1 / k), 1 - 1 / k, 1.3 * (1 - 1 / k)),
         gained=gained,
         exposed_ms=1e3 * exposed,
         after=after,

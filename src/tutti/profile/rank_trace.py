@@ -290,7 +290,8 @@ class RankTrace:
     compute_estimate: float  # number of threads or multiplications, to compare ranks (0: unknown)
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
-    # The time in two functions of DDP's reducer: copy_bucket_to_grad and search_unused_parameters.
+    # The time in functions of DDP's reducer: mul_out (gradient to bucket), copy_bucket_to_grad and
+    # search_unused_parameters.
     reducer: dict[str, Intervals] = field(default_factory=dict)
 
     def shift(self, seconds: float) -> None:

@@ -40,7 +40,7 @@ from tutti.profile.trace_file import Event, TraceFile
 
 # These wrappers call operators and may wait for communication, so their own time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
-_REDUCER = "torch.distributed.ddp.reducer::"
+_REDUCER = ("torch.distributed.ddp.reducer::", "torch::distributed::reducer::")
 # The event arguments that are kept. The other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
     "Input Dims",
@@ -183,7 +183,7 @@ class _TraceReader:
                     self.accumulating[thread].add(start, end)
                     self.accumulated.append(end)
             elif name.startswith(_REDUCER):
-                self.reducer[name.removeprefix(_REDUCER)].add(start, end)
+                self.reducer[name.rpartition("::")[2]].add(start, end)
         else:
             self.operators[thread].add(start, end)
             self.operator_spans.add(name, start, end, thread)

@@ -61,6 +61,12 @@ class _Backward(NamedTuple):
     finish: float  # the recorded end of the computation and of all buckets
     buckets: list[Collective]
 
+    @property
+    def hidden_s(self) -> float:
+        """Seconds in which buckets moved data during the computation."""
+        moving = ((bucket.transfer_start, min(bucket.end, self.end)) for bucket in self.buckets)
+        return sum(max(0.0, end - start) for start, end in moving)
+
 
 class _Result(NamedTuple):
     finish: float  # mean over ranks
