@@ -13,6 +13,7 @@ Several workloads run at the same time, each bound to its own CPUs (--cpus of th
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -100,14 +101,30 @@ WORKLOADS = {
     "balanced": Workload((512,) * 9, batch=512, alternatives=(*bucket_sizes(1, 25), VIEW)),
     "tutti_train_tiny_buckets": Workload(
         command=(
-            *("train", "--recipe", "lenet", "--ranks", "2", "--backend", "gloo"),
+            *("train", "--recipe", "lenet", "--ranks", "2"),
             *("--bucket-mb", "0.002", "--steps", "200"),
         )
     ),
 }
 
 
-def train(load: Workload, steps: int) -> None:
+def start_ranks(load: Workload, steps: int) -> None:
+    """Fork the ranks from this process, so that torch is imported only once."""
+    import torch  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        arguments = [(load, steps, rank, f"file://{folder}/store") for rank in range(RANKS)]
+        ranks = [context.Process(target=train, args=each) for each in arguments]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if codes := [process.exitcode for process in ranks if process.exitcode]:
+        raise SystemExit(codes[0])
+
+
+def train(load: Workload, steps: int, rank: int, store: str) -> None:
     """One rank of the program."""
     import torch
     import torch.distributed as dist
@@ -118,8 +135,7 @@ def train(load: Workload, steps: int) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     batch = load.batch + (load.extra_batch if rank == 1 else 0)
     matrix = torch.randn(load.load_work, load.load_work)
 
@@ -161,14 +177,17 @@ def measure(name: str, cpus: list[int], pairs: int) -> dict[str, Any]:
     """Profile one workload on these CPUs, and try its advice or its alternatives."""
     load = WORKLOADS[name]
     bound = ["taskset", "-c", ",".join(map(str, cpus))]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = [*launcher, f"--nproc-per-node={RANKS}", __file__, "--train", name]
-    program = list(load.command) or program
+    program = list(load.command) or [
+        sys.executable,
+        str(Path(__file__).absolute()),
+        "--train",
+        name,
+    ]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         words = [*bound, sys.executable, "-m", "tutti", "profile", "--try-advice", "--active", "10"]
-        words += ["--wait", "5", "--out", f"{folder}/out", "--json", str(result), "--", *program]
+        words += ["--out", f"{folder}/out", "--json", str(result), "--", *program]
         done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
         row: dict[str, Any] = {"workload": name, "settings": asdict(load), "cpus": cpus}
         if done.returncode or not result.is_file():
@@ -235,7 +254,7 @@ def main() -> None:
     parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(WORKLOADS[options.train], steps=1000)
+        start_ranks(WORKLOADS[options.train], steps=1000)
         return
     names = options.only.split(",") if options.only else list(WORKLOADS)
     if unknown := [name for name in names if name not in WORKLOADS]:
