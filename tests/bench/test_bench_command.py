@@ -67,7 +67,7 @@ def test_sizes_beyond_host_memory_are_refused_before_measuring() -> None:
 
 
 def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
-    files = ["--json", tmp_path / "new" / "b.json", "--csv", tmp_path / "b.csv"]
+    files = ["--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv"]
     kinds = ["--ops", "all_reduce,all_to_all", "--sizes", "4,1K", "--placement", "both"]
     done = run_tutti(*BENCH, *SHORT, *kinds, "--spread", *files)
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
         "root",
     ]  # the order of nccl-tests
     assert "# Out of bounds values : 0 OK" in done.stdout
-    content = json.loads((tmp_path / "new" / "b.json").read_text())
+    content = json.loads((tmp_path / "b.json").read_text())
     assert content["schema"] == "tutti.bench.collectives/1" and content["complete"]
     assert content["environment"]["versions"]["torch"] and "--ops" in content["command"]
     if len(os.sched_getaffinity(0)) > 1:  # every rank has a core of its own
@@ -154,3 +154,42 @@ def test_a_case_that_crashes_on_one_rank_is_listed_and_the_others_are_measured(
     assert content["failed"] == [{"case": "all_reduce of 1K", "error": error}]
     assert {row["bytes"] for row in content["rows"]} == {4096} and content["complete"]
     assert f"all_reduce of 1K failed: {error}" in done.stdout
+
+
+def test_a_pair_or_probe_that_crashes_is_listed_and_the_others_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from tutti.bench.bandwidth.point_to_point import TrafficMeter\n"
+        "    from tutti.bench.symmetric_bench import SymmetricBench\n"
+        "    original_measure, original_round = TrafficMeter._measure, SymmetricBench._round\n"
+        "    def measure(self, traffic):\n"
+        "        if traffic.flows == ((1, 0),):\n"
+        "            raise RuntimeError('a planted error')\n"
+        "        return original_measure(self, traffic)\n"
+        "    def round_(self, probe):\n"
+        "        if probe.case == 'hash map':\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return original_round(self, probe)\n"
+        "    TrafficMeter._measure, SymmetricBench._round = measure, round_\n"
+    )
+    for bench, flags, case, error in (
+        ("bandwidth", ["--only", "pairs"], "one way 1→0 of 1K", "rank 1: RuntimeError: a planted"),
+        ("symmetric", [], "hash map", "killed by signal 9"),
+    ):
+        file = tmp_path / f"{bench}.json"
+        flags += ["--ranks", "2", "--device", "cpu", "--sizes", "1K", "--budget", "0.01"]
+        done = run_command(
+            [*TUTTI, "bench", bench, *flags, "--json", file], env={"PYTHONPATH": str(tmp_path)}
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        content = json.loads(file.read_text())
+        (failed,) = content["failed"]
+        assert failed["case"] == case and error in failed["error"], failed
+        assert f"{case} failed: " in done.stdout and content["complete"]
+        if bench == "bandwidth":
+            speeds = {(row["src"], row["dst"]): row["gbs_uni"] for row in content["pairs"]}
+            assert speeds[0, 1] > 0 and speeds.get((1, 0)) is None
+        else:
+            names = {row["name"] for row in content["rows"]}
+            assert {"put", "all_reduce"} <= names and "hash map insert" not in names, names

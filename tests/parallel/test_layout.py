@@ -161,5 +161,5 @@ def test_a_schedule_limits_the_stages_per_rank(
 
 def test_suggested_flags_exist() -> None:
     assert flag_of("overlap", False) == "--no-overlap"
-    assert flag_of("reshard", False) == "--reshard False"  # None is a third value: no --no-reshard
-    assert "--reshard None" in leave_out("reshard", None)
+    assert flag_of("reshard", False) == "--no-reshard"
+    assert "None" not in leave_out("reshard", None)  # no flag sets this value

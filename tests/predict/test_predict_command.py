@@ -134,7 +134,7 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--run nowhere", "--run nowhere does not exist: give the --out directory"),
+        ("--run nowhere", "--run nowhere does not exist"),
         ("--run other", "--run other has no recipe.toml"),
         ("--run young", "--run young has no checkpoint yet"),
         ("--run run --step 7", "run has no checkpoint of --step 7: use 5, 6"),
@@ -143,11 +143,11 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run run --limit 0", "--limit must be at least 1, got 0"),
         ("--run run --dataset digits", "model gpt needs text"),
         ("--run run --data-dir missing", "missing does not exist"),
-        ("--run run --out /proc/no/x", "--out /proc/no/x: No such file"),
+        ("--run run --out /proc/no/x", "--out /proc/no/x: the directory /proc/no does not exist"),
         ("--run run --prompt=", "prompt 0 is empty"),
         ("--run run --prompts empty", "--prompts empty is empty"),
         ("--run run --prompts gap", "prompt 1 is empty"),
-        ("--run run --prompts missing", "--prompts missing: No such file"),
+        ("--run run --prompts missing", "--prompts missing does not exist"),
         ("--run run --prompt a --limit 3", "--limit has no effect with --prompt"),
         ("--run run --prompt a --temperature -1", "--temperature must be at least 0, got -1"),
         ("--run run --prompt a --tokens 0", "--tokens must be at least 1, got 0"),

@@ -49,18 +49,33 @@ class Figure(NamedTuple):
     wrong: bool
 
 
-def read_results(flag: str, path: Path) -> Content:
-    """Return the JSON of a bench. Raises UsageError if the file is not the result of a bench."""
+def read_results(flag: str, path: Path, bench: str | None = None) -> Content:
+    """Return the JSON of a bench. Raises UsageError if the file is not a result (of `bench`)."""
+    cure = "Give a file that tutti bench --json wrote"
     try:
         content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
-        raise UsageError(f"{flag} {path}: {reason}. Give a file that bench --json wrote") from None
-    schema = content.get("schema", "") if isinstance(content, dict) else ""
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}. {cure}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} {path}: it is not JSON ({error}). {cure}") from None
+    schema = content.get("schema") if isinstance(content, dict) else None
     if schema not in [f"tutti.bench.{rows['bench']}/1" for rows in ROW_LISTS]:
-        found = f"its schema is {schema!r}" if schema else "it has no schema"
-        raise UsageError(f"{flag} {path}: {found}. Give a file that tutti bench --json wrote")
+        found = "it has no schema" if schema is None else f"its schema is {schema!r}"
+        raise UsageError(f"{flag} {path}: {found}. {cure}")
+    if bench not in (None, bench_of(content)):
+        kinds = f"is a result of bench {bench_of(content)}, but this is bench {bench}"
+        raise UsageError(f"{flag} {path} {kinds}: give a result of the same bench")
+    if (problem := row_error(content)) is not None:
+        raise UsageError(f"{flag} {path} {problem}. Measure again")
     return dict(content)
+
+
+def row_error(content: Content) -> str | None:
+    """Return what is wrong with the rows of a result, or None."""
+    try:
+        return None if figures_of(content) else "has no figures"
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        return f"has an invalid row ({type(error).__name__}: {error})"
 
 
 def bench_of(content: Content) -> str:

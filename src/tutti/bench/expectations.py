@@ -77,7 +77,8 @@ def read_expectation(
             raise UsageError(f"--expect catalogue: {content}. Give a JSON or TOML file")
         return Expectation(text)
     if path.suffix == ".json":
-        return Expectation(text, baseline=_read_baseline(path, bench))
+        baseline = compare_results.read_results("--expect", path, bench)
+        return Expectation(text, baseline=baseline)
     rules = _read_rules(path)
     for number, rule in enumerate(rules, 1):
         try:
@@ -85,19 +86,6 @@ def read_expectation(
         except UsageError as error:
             raise UsageError(f"--expect {path}, rule {number}: {error}") from None
     return Expectation(text, rules=rules)
-
-
-def _read_baseline(path: Path, bench: str) -> Content:
-    baseline = compare_results.read_results("--expect", path)
-    if bench_of(baseline) != bench:
-        kinds = f"is a result of bench {bench_of(baseline)}, but this is bench {bench}"
-        raise UsageError(f"--expect {path} {kinds}: give a result of the same bench")
-    try:
-        if not compare_results.figures_of(baseline):
-            raise UsageError(f"--expect {path} has no figures: give a complete result")
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UsageError(f"--expect {path} has an invalid row ({error}): measure again") from None
-    return baseline
 
 
 def _read_rules(path: Path) -> list[Rule]:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tutti.bench import Unsupported
+from tutti.bench import Unsupported, check_free_memory
 from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list, read_memory
 from tutti.machine.sysfs import SysFiles
-from tutti.measure.units import format_bytes, format_size
 from tutti.world.errors import TIMEOUT, UsageError
 from tutti.world.exchange import RanksMissing, gather_json, gather_json_from_store
 from tutti.world.launchers import identify
@@ -179,13 +178,7 @@ def check_host_memory(size: int, world: World) -> None:
     """
     available = read_memory(SysFiles()).available_bytes
     for ranks, free in gather_json((world.local_size, available)):
-        needed = 2 * size * ranks  # each rank needs a send buffer and the expected result
-        if free is not None and needed > free:
-            memory = f"{format_bytes(needed)} of memory, but {format_bytes(free)} are free"
-            raise UsageError(
-                f"--sizes {format_size(size)}: {ranks} rank{'s' * (ranks > 1)} on a host need at "
-                f"least {memory}. Use smaller sizes or fewer ranks"
-            )
+        check_free_memory(size, ranks, free)
 
 
 # ---- Latency between cores ----

@@ -24,12 +24,14 @@ from tutti.bench.rank_control import RankControl, try_on_all_ranks
 from tutti.comm.symmetric import Counters, Heap
 from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back
+from tutti.world.rank_cases import Cases
 from tutti.world.world import World
 
 Row = dict[str, Any]
 _HEAP_BYTES = 256 << 20
 _ROUNDS = 8
 _MAX_CALLS_PER_ROUND = 1000
+_PROBES = "one-sided operations and structures"
 _BACKENDS = {
     "cpu": ("gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"),
     "cuda": ("nccl", "one-shot", "two-shot", "ring"),
@@ -49,6 +51,7 @@ class Probe:
     seconds: list[Tensor] = field(default_factory=list)
     calls: int = 0  # number of calls per round
     wrong: int = 0  # number of wrong results over all rounds and ranks
+    case: str = ""  # name of the case that the probe belongs to
 
     def runs_on(self, rank: int) -> bool:
         """Return whether this rank makes the call and checks the result."""
@@ -67,13 +70,19 @@ class SymmetricBench:
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
     complete: bool = False  # whether every row was measured
+    cases: Cases = field(default_factory=lambda: Cases(None))
     save: Callable[[], None] = lambda: None
     """Called after each round of probes and each size of all-reduce."""
 
     def run(self, sizes: Sequence[int]) -> None:
         """Measure everything. All ranks must call this method."""
-        with Heap(bytes=_HEAP_BYTES, device=self.world.device) as heap, ExitStack() as stack:
-            self._run_probes(heap, stack)
+        if _PROBES in self.cases.rows:
+            self.rows = list(self.cases.rows[_PROBES]["rows"])
+        else:
+            with Heap(bytes=_HEAP_BYTES, device=self.world.device) as heap, ExitStack() as stack:
+                self._run_probes(heap, stack)
+            if self.world.is_first and not self.stopped:
+                self.cases.add_row(_PROBES, {"rows": self.rows})
         if not self.stopped:
             self._compare_all_reduces(sizes)
         self.complete = not self.stopped
@@ -81,31 +90,45 @@ class SymmetricBench:
     def _run_probes(self, heap: Heap, stack: ExitStack) -> None:
         probes: list[Probe] = []
         for name, make in _all_probes(heap, stack):
-            made, reason = try_on_all_ranks(lambda make=make: list(make()))  # type: ignore[misc]
-            if made is None:
-                self.skipped.append({"name": name, "reason": reason})
-            for probe in made or ():
-                if reason := self._warm_up(probe):
-                    self.skipped.append({"name": probe.name, "reason": reason})
-                else:
-                    probes.append(probe)
+            if name in self.cases.crashed:
+                continue
+            with self.cases.running(name, self.world.rank):
+                made, reason = try_on_all_ranks(lambda make=make: list(make()))  # type: ignore[misc]
+                if made is None:
+                    self.skipped.append({"name": name, "reason": reason})
+                for probe in made or ():
+                    probe.case = name
+                    if reason := self._warm_up(probe):
+                        self.skipped.append({"name": probe.name, "reason": reason})
+                    else:
+                        probes.append(probe)
+        try:
+            self._run_rounds(probes, heap.backend)
+        except Exception:
+            # Under launchers that start no new ranks, these are the only results.
+            if not self.cases.restarts:
+                self.report(self.rows)
+            raise
+        self.report(self.rows)
+
+    def _run_rounds(self, probes: list[Probe], backend: str) -> None:
         for _ in range(_ROUNDS):
             for probe in probes:
                 if self.control.check_stop():
                     self.stopped = True
                     break
-                probe.seconds.append(self._round(probe))
-                wrong = probe.runs_on(self.world.rank) and not probe.correct()
-                probe.wrong += self.control.sum_over_ranks(int(wrong))
+                with self.cases.running(probe.case, self.world.rank):
+                    probe.seconds.append(self._round(probe))
+                    wrong = probe.runs_on(self.world.rank) and not probe.correct()
+                    probe.wrong += self.control.sum_over_ranks(int(wrong))
             self.rows = []
             for probe in (probe for probe in probes if probe.seconds):
                 seconds = torch.cat(probe.seconds).tolist()
                 measured = (summarize_us(seconds), len(seconds), probe.wrong)
-                self.rows.append(_row(probe.name, heap.backend, probe.bytes, *measured))
+                self.rows.append(_row(probe.name, backend, probe.bytes, *measured))
             self.save()
             if self.stopped:
                 break
-        self.report(self.rows)
 
     def _warm_up(self, probe: Probe) -> str:
         """Choose the number of calls per round. Return the reason if a call failed, else ""."""
@@ -139,20 +162,26 @@ class SymmetricBench:
         world = self.world
         groups = case_groups("all_reduce", sizes, torch.float32, world)
 
+        probes = self.rows
+
         def add(measured: list[Row]) -> None:
-            fields = ("backend", "bytes", "time_us", "calls", "wrong")
-            rows = [_row("all_reduce", *(row[field] for field in fields)) for row in measured]
-            self.rows += rows
-            self.report(rows)
+            self.rows = probes + _all_reduce_rows(sweep.rows)
+            self.report(_all_reduce_rows(measured))
             self.save()
 
         with open_backends(_BACKENDS[world.device.type], world, max(sizes)) as (backends, missing):
             sweep = Sweep(backends, self.control, world, self.budget)
-            sweep.run(groups, add)
+            sweep.run(groups, add, self.cases)
+            self.rows = probes + _all_reduce_rows(sweep.rows)
             self.stopped = sweep.stopped
         for skip in missing + sweep.skipped:
             name = f"all_reduce {skip['backend']}"
             self.skipped.append({"name": name, "reason": skip["reason"]})
+
+
+def _all_reduce_rows(measured: list[Row]) -> list[Row]:
+    fields = ("backend", "bytes", "time_us", "calls", "wrong")
+    return [_row("all_reduce", *(row[field] for field in fields)) for row in measured]
 
 
 def _row(

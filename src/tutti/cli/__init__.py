@@ -105,6 +105,13 @@ def run_cli(arguments: list[str]) -> int:
             prefix = f"tutti {name}" if name in COMMANDS else "tutti"
             print(f"{prefix}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        # Before torch is loaded, no code of the user has run, so the file is one that a flag names.
+        if error.filename is None or "torch" in sys.modules:
+            raise
+        reason = f"{error.filename}: {error.strerror}. Check the path and its permissions."
+        print(f"tutti {name}: {reason}", file=sys.stderr)
+        return 2
 
 
 def _completion_scripts() -> dict[str, str]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from tutti.bench import expectations
+from tutti.bench import check_free_memory, expectations
 from tutti.bench.expectations import AllowedValues, Expectation
-from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, usage_error_on_rank_0, write_json, write_result
+from tutti.cli.flags import OutputFile, parse
+from tutti.cli.results import print_start, usage_error_on_rank_0, write_json, write_result
+from tutti.machine.cpu_numa import read_memory
 from tutti.machine.gpus import visible_gpu_count
+from tutti.machine.sysfs import SysFiles
 from tutti.measure.terminal import print_line, print_note
 from tutti.measure.units import parse_sizes
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
@@ -25,6 +27,7 @@ from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.rank_control import RankControl
+    from tutti.world.rank_cases import Cases
     from tutti.world.world import World
 
 Row = dict[str, Any]
@@ -87,7 +90,7 @@ class RankFlags:
     """Number of ranks that may share one GPU."""
     start_timeout: float | None = None
     """Seconds to wait until all ranks have started (default 300)."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the results, with environment and command, to this file."""
     budget: float = 0.5
     """Seconds for each measurement."""
@@ -106,10 +109,9 @@ Flags = TypeVar("Flags", bound=RankFlags)
 
 
 def parse_flags(kind: type[Flags], name: str, arguments: list[str]) -> Flags:
-    """Return the flags of `tutti bench NAME`, after a check of --budget and --json."""
+    """Return the flags of `tutti bench NAME`, after a check of --budget."""
     options = parse(kind, f"tutti bench {name}", arguments)
     checked_seconds("--budget", options.budget, example=kind.budget)
-    check_writable("--json", options.json)
     return options
 
 
@@ -152,17 +154,24 @@ def start_ranks(
     options: RankFlags,
     ranks: int | None = None,
     env: Mapping[str, str] | None = None,
+    largest: int = 0,
 ) -> int:
     """Run `tutti bench KIND` again in local ranks, and return the exit code."""
-    return LocalWorld(
+    ranks = default_ranks(options) if ranks is None else ranks
+    world = LocalWorld(
         command=[sys.executable, "-m", "tutti", "bench", kind, *arguments],
-        ranks=default_ranks(options) if ranks is None else ranks,
+        ranks=ranks,
         device=options.device,
         ranks_per_gpu=options.ranks_per_gpu,
         show="first",
         grace=_GRACE_SECONDS,
         reported_codes=(1, 2),
-    ).run(env)
+    )
+    world.check()
+    if options.device == "cpu" or not visible_gpu_count():
+        check_free_memory(largest, ranks, read_memory(SysFiles()).available_bytes)
+    print_start("bench", ranks)
+    return world.run(env)
 
 
 @dataclass
@@ -271,6 +280,12 @@ def open_session(
         control = RankControl()
         with control.stop_on_signals():
             yield Session(world, control, ranks, schema, options.json)
+
+
+def print_failed(cases: "Cases") -> None:
+    """Print the cases that crashed, with the error of each."""
+    for failure in cases.failed:
+        print_note(f"{failure['case']} failed: {failure['error']}")
 
 
 def print_wrong(wrong: int) -> None:

@@ -2,16 +2,18 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.bandwidth import PARTS
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
 from tutti.cli.results import usage_error_on_rank_0
-from tutti.machine.cpu_numa import parse_cpu_list
+from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line
 from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.rank_cases import Cases, start_cases
 
 if TYPE_CHECKING:
     from tutti.world.world import World
@@ -55,7 +57,9 @@ def main(arguments: list[str]) -> int:
     if options.ranks == 1 and not gpus:
         raise UsageError("--ranks 1: one rank on a CPU has no link to measure. Use 2 or more")
     ranks = gpus * options.ranks_per_gpu if gpus and options.ranks is None else None
-    return bench.start_ranks("bandwidth", arguments, options, ranks)
+    largest = max(bench.sizes_flag(options.sizes or "16M"))
+    start = partial(bench.start_ranks, "bandwidth", arguments, options, ranks, largest=largest)
+    return start_cases(lambda env: start(env=env))
 
 
 def _check(options: Bandwidth) -> None:
@@ -77,6 +81,10 @@ def _check(options: Bandwidth) -> None:
                 "--pin must be own, none, or one CPU list per rank such as 0/1/2-3, got "
                 f"{options.pin}"
             )
+        numbers = {cpu for text in options.pin.split("/") for cpu in parse_cpu_list(text)}
+        if not bench.is_rank() and (missing := sorted(numbers - {*allowed_cpus()})):
+            allowed = format_cpu_list(allowed_cpus())
+            raise UsageError(f"--pin {options.pin}: CPU {missing[0]} is not allowed. Use {allowed}")
 
 
 def _check_backend(backend: str | None, device: str) -> None:
@@ -115,6 +123,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
                 **{part: getattr(links, part) for part in PARTS},
                 "skipped": links.skipped,
                 "complete": links.complete,
+                "failed": cases.failed,
                 "together": links.concurrent,
                 "timing": "p50 over passes; the receiver's clock, after a first window of messages",
                 "places": links.locations,
@@ -122,24 +131,38 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
             }
 
         settings = (sizes, options.budget, parts, progress, options.together)
-        links = BandwidthBench(world, session.control, locations, backend, *settings)
+        cases = Cases.from_environment()
+        links = BandwidthBench(world, session.control, locations, backend, *settings, cases=cases)
         links.save = lambda: session.save(results())
-        if world.is_first:
+        if world.is_first and not cases.crashed:
             session.print_ranks()
             if backend == "gloo" == world.backend:  # gloo is not the default
                 print_note(f"note: gloo is used instead of shm: {world.reasons['backend']}")
             print_note(f"messages are sent with {backend}; 1 GB/s is 1e9 bytes per second")
-        links.run()
-        if world.is_first:
+
+        def print_results() -> None:
             width = terminal_width()
             for line in format_bandwidth(links, width):
                 for part in wrap_line(line, width):
                     print_line(part)
+
+        try:
+            links.run()
+        except Exception:
+            # Under launchers that start no new ranks, these are the only results.
+            if world.is_first and not cases.restarts:
+                print_results()
+                session.save(results())
+            raise
+        if world.is_first:
+            print_results()
             session.write(results())
+            bench.print_failed(cases)
             bench.print_wrong(links.wrong)
             if links.stopped:
                 print_note(f"stopped: {len(links.pairs)} pairs were measured")
-    return session.exit_code(results(), expectation, links.stopped, links.wrong > 0)
+    wrong = links.wrong > 0 or bool(cases.crashed)
+    return session.exit_code(results(), expectation, links.stopped, wrong)
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:

@@ -2,19 +2,20 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.collectives import BACKENDS
 from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
-from tutti.cli.results import Cases, check_writable, start_cases, usage_error_on_rank_0
+from tutti.cli.flags import OutputFile
+from tutti.cli.results import usage_error_on_rank_0
 from tutti.measure.collective_bandwidth import OPERATIONS
 from tutti.measure.terminal import print_note, terminal_width
-from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.launch import LocalWorld
+from tutti.world.rank_cases import Cases, start_cases
 
 if TYPE_CHECKING:
     from tutti.bench.collectives.interleaved_sweep import Sweep
@@ -59,7 +60,7 @@ class Collectives(bench.ExpectFlags):
     """Seconds for each backend and size."""
     pin: bool = True
     """Pin every rank to its own CPUs."""
-    csv: Path | None = None
+    csv: OutputFile | None = None
     """Also write the rows to this file as CSV."""
 
 
@@ -76,7 +77,8 @@ def main(arguments: list[str]) -> int:
         ranks = bench.default_ranks(options)
         LocalWorld(command, ranks, options.device).check()
         return run_mpirun(mpirun_command(ranks, command), terminal_width())
-    return start_cases(lambda env: bench.start_ranks("collectives", arguments, options, env=env))
+    start = partial(bench.start_ranks, "collectives", arguments, options, largest=max(sizes))
+    return start_cases(lambda env: start(env=env))
 
 
 def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
@@ -98,7 +100,6 @@ def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
         raise UsageError(f"--warmup must be 0 or more, got {options.warmup}")
     if options.group < 1:
         raise UsageError(f"--group must be 1 (no groups) or more calls, got {options.group}")
-    check_writable("--csv", options.csv)
     return ops, bench.sizes_flag(options.sizes), backends
 
 
@@ -139,16 +140,14 @@ def _measure(
             sweep = Sweep(backends, session.control, world, *settings)
             sweep.skipped += missing
             cases = Cases.from_environment()
-            failed = [{"case": name, "error": error} for name, error in cases.crashed.items()]
-            finished = 0  # groups of cases
 
             def results() -> dict[str, Any]:
                 return {
                     "rows": sweep.rows,
                     "backends": {backend.name: backend.about for backend in backends},
                     "skipped": sweep.skipped,
-                    "failed": failed,
-                    "complete": finished == len(groups),
+                    "failed": cases.failed,
+                    "complete": sweep.complete,
                     "timing": "p50 over calls; the time of a call is that of its slowest rank",
                     "world": session.world_json,
                     "round_trips": latency.rows,
@@ -156,7 +155,7 @@ def _measure(
 
             planned = {**results(), "rows": sweep.planned_rows(groups)}
             session.check_planned_rows(planned, expectation)
-            if world.is_first and not failed:
+            if world.is_first and not cases.crashed:
                 session.print_ranks()
                 for backend in backends:
                     if backend.about:
@@ -171,28 +170,15 @@ def _measure(
                 table.add(measured)
                 session.save(results())
 
-            for group in groups:
-                name = f"{group[0].operation.name} of {format_size(group[0].bytes)}"
-                if name in cases.rows:
-                    sweep.rows += cases.rows[name]["rows"]
-                elif name not in cases.crashed:
-                    before = len(sweep.rows)
-                    with cases.running(name, world):
-                        sweep.run([group], report if world.is_first else lambda measured: None)
-                    if sweep.stopped:
-                        break
-                    if world.is_first:
-                        cases.add_row(name, {"rows": sweep.rows[before:]})
-                finished += 1
+            sweep.run(groups, report if world.is_first else lambda measured: None, cases)
         latency.measure("after_ns")
         if world.is_first:
             if change := latency.change():
                 print_note(f"note: {change}")
             session.write(results())
-            for failure in failed:
-                print_note(f"{failure['case']} failed: {failure['error']}")
+            bench.print_failed(cases)
             _print_end(sweep)
-    wrong = bool(failed) or any(row["wrong"] for row in sweep.rows)
+    wrong = bool(cases.crashed) or any(row["wrong"] for row in sweep.rows)
     return session.exit_code(results(), expectation, sweep.stopped, wrong)
 
 

@@ -3,15 +3,14 @@
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from tutti.bench import compare_results
 from tutti.bench.compare_results import TOLERANCE, VERDICTS, Change, read_results
-from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.flags import InputFile, OutputFile, parse
+from tutti.cli.results import write_json
 from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line
 from tutti.world.errors import UsageError
 
@@ -27,9 +26,9 @@ class Compare:
     --tolerance and by more than twice the combined spread of both results.
     """
 
-    old: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OLD")]
+    old: Annotated[tyro.conf.Positional[InputFile], tyro.conf.arg(metavar="OLD")]
     """A file that --json of collectives, bandwidth, symmetric or pairs wrote."""
-    new: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="NEW")]
+    new: Annotated[tyro.conf.Positional[InputFile], tyro.conf.arg(metavar="NEW")]
     """A later file of the same bench."""
     show: Literal["changed", "all"] = "changed"
     """Rows to print: rows that changed, or all rows."""
@@ -37,7 +36,7 @@ class Compare:
     """With slower, exit with 1 if a row is slower or its result is wrong."""
     tolerance: float = TOLERANCE
     """Relative differences up to this fraction count as the same, because no two runs are equal."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the rows to this file."""
 
 
@@ -45,7 +44,6 @@ def main(arguments: list[str]) -> int:
     options = parse(Compare, "tutti bench compare", arguments)
     if not 0 <= options.tolerance < 1:
         raise UsageError(f"--tolerance must be at least 0 and below 1, got {options.tolerance}")
-    check_writable("--json", options.json)
     old, new = read_results("OLD", options.old), read_results("NEW", options.new)
     changes = compare_results.compare(old, new, options.tolerance)
     differences = compare_results.environment_differences(old, new)

@@ -2,17 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.expectations import Expectation
 from tutti.bench.pairs import BUILTIN_PAIRS, PairEntry, Setting, select_pairs
 from tutti.cli import bench
-from tutti.cli.results import Cases, start_cases
+from tutti.cli.flags import InputFile
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, text_width, wrap_line
 from tutti.measure.units import three_digits
 from tutti.world.errors import UsageError
+from tutti.world.rank_cases import Cases, start_cases
 
 if TYPE_CHECKING:
     from tutti.bench.pairs.paired_runs import PairedRuns
@@ -35,7 +35,7 @@ class Pairs(bench.ExpectFlags):
     """List the pairs and exit."""
     only: str | None = None
     """Comma-separated names of pairs (default: all, or all of --file)."""
-    file: Path | None = None
+    file: InputFile | None = None
     """A Python file with your own pairs: PAIRS = [function, …]."""
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """Backend of pairs that do not compare backends (auto: nccl on CUDA; gloo on the CPU, because
@@ -107,7 +107,7 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
             if entry.name in cases.crashed:
                 runs.add_failed(entry, cases.crashed[entry.name])
             else:
-                with cases.running(entry.name, world):
+                with cases.running(entry.name, world.rank):
                     runs.run(entry)
             if runs.stopped:
                 break

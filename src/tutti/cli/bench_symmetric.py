@@ -1,6 +1,7 @@
 """tutti bench symmetric: latency of one-sided operations, and of the structures built on them."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import tyro
@@ -10,6 +11,7 @@ from tutti.cli.results import usage_error_on_rank_0
 from tutti.measure.terminal import print_line, print_note, terminal_width
 from tutti.measure.units import format_size
 from tutti.world.errors import UsageError
+from tutti.world.rank_cases import Cases, start_cases
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ def main(arguments: list[str]) -> int:
         return _measure(options, sizes)
     if options.ranks is not None and options.ranks < 2:
         raise UsageError(f"--ranks must be at least 2 for one-sided memory, got {options.ranks}")
-    return bench.start_ranks("symmetric", arguments, options)
+    start = partial(bench.start_ranks, "symmetric", arguments, options, largest=max(sizes))
+    return start_cases(lambda env: start(env=env))
 
 
 def _measure(options: Symmetric, sizes: list[int]) -> int:
@@ -50,14 +53,16 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
         with usage_error_on_rank_0(world):
             check_host_memory(max(sizes), world)
         report = _print_rows if world.is_first else lambda rows: None
-        probes = SymmetricBench(world, session.control, options.budget, report)
+        cases = Cases.from_environment()
+        probes = SymmetricBench(world, session.control, options.budget, report, cases=cases)
 
         def results() -> dict[str, Any]:
             keys = ("rows", "skipped", "complete")
-            return {**{key: getattr(probes, key) for key in keys}, "world": session.world_json}
+            measured = {key: getattr(probes, key) for key in keys}
+            return {**measured, "failed": cases.failed, "world": session.world_json}
 
         probes.save = lambda: session.save(results())
-        if world.is_first:
+        if world.is_first and not cases.crashed:
             session.print_ranks()
             print_line(f"# {'':<{_name_width() - 2}} {'size':>6} {'p50 (us)':>9} {'p99':>9}")
         probes.run(sizes)
@@ -66,10 +71,11 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
             session.write(results())
             for skipped in probes.skipped:
                 print_note(f"{skipped['name']} is skipped: {skipped['reason']}")
+            bench.print_failed(cases)
             bench.print_wrong(wrong)
             if probes.stopped:
                 print_note(f"stopped: {len(probes.rows)} rows were measured")
-    return bench.INTERRUPTED if probes.stopped else int(wrong > 0)
+    return bench.INTERRUPTED if probes.stopped else int(wrong > 0 or bool(cases.crashed))
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:

@@ -1,11 +1,13 @@
 """tutti bench tune: find the fastest path for each message size; save the table for tutti.comm."""
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.cli import bench
 from tutti.measure.terminal import print_line, print_note
 from tutti.measure.units import format_size
+from tutti.world.rank_cases import Cases, start_cases
 
 if TYPE_CHECKING:
     from tutti.world.world import World
@@ -36,7 +38,8 @@ def main(arguments: list[str]) -> int:
     options = bench.parse_flags(Tune, "tune", arguments)
     sizes = bench.sizes_flag(options.sizes)
     if not bench.is_rank():
-        return bench.start_ranks("tune", arguments, options)
+        start = partial(bench.start_ranks, "tune", arguments, options, largest=max(sizes))
+        return start_cases(lambda env: start(env=env))
     return _tune(options, sizes)
 
 
@@ -77,7 +80,8 @@ def _measure(
 
         def sweep_results() -> dict[str, Any]:
             rows, skipped, complete = sweep.rows, sweep.skipped, sweep.complete
-            return results | {"rows": rows, "skipped": skipped, "complete": complete}
+            measured = {"rows": rows, "skipped": skipped, "complete": complete}
+            return results | measured | {"failed": cases.failed}
 
         def report(rows: list[dict[str, Any]]) -> None:
             if rows:
@@ -85,16 +89,22 @@ def _measure(
                 print_line(f"{format_size(rows[0]['bytes']):>8}  {', '.join(cells)}")
             session.save(sweep_results())
 
-        if world.is_first:
+        cases = Cases.from_environment()
+        if world.is_first and not cases.crashed:
             if world.sharing_note:
                 print_note(f"note: {world.sharing_note}")
             print_note(f"all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
-        sweep.run(groups, report if world.is_first else lambda rows: None)
+        sweep.run(groups, report if world.is_first else lambda rows: None, cases)
     if world.is_first and sweep.stopped:
         print_note("stopped: no table was written")
+    elif world.is_first and cases.crashed:
+        # A size that crashed would be a gap in the table.
+        session.write(sweep_results())
+        bench.print_failed(cases)
+        print_note("no table was written, because a size failed")
     elif world.is_first:
         session.write(sweep_results() | _save_table(options, world, sweep.rows))
-    wrong = any(row["wrong"] for row in sweep.rows)
+    wrong = bool(cases.crashed) or any(row["wrong"] for row in sweep.rows)
     return bench.INTERRUPTED if sweep.stopped else int(wrong)
 
 

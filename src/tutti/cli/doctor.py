@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.flags import InputFile, OutputFile, parse
+from tutti.cli.results import write_json
 from tutti.cli.topo import record_machines, recorded_machines
 from tutti.machine.checks import checklist, nccl_topology
 from tutti.machine.checks.finding import fix_commands, report
@@ -61,11 +60,11 @@ class Doctor:
     """Print the shell commands that cure the findings. The commands are not run."""
     all: bool = False
     """Also show checks that passed or were skipped."""
-    record: Path | None = None
+    record: OutputFile | None = None
     """Write the observed machines, one per host, to this file."""
-    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    from_: Annotated[InputFile | None, tyro.conf.arg(name="from")] = None
     """Check the machines in this file, which --record wrote, instead of this machine."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the findings to this JSON file."""
     start_timeout: float = START_TIMEOUT
     """Seconds to wait until all ranks have started."""
@@ -74,8 +73,6 @@ class Doctor:
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     options = parse(Doctor, "tutti doctor", arguments)
-    check_writable("--json", options.json)
-    check_writable("--record", options.record)
     if options.from_ is not None:
         for name in ("active", "record", "ranks", "device", "ranks_per_gpu", "start_timeout"):
             if getattr(options, name) != getattr(Doctor, name):

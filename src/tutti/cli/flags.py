@@ -3,15 +3,16 @@
 import ast
 import contextlib
 import dataclasses
+import errno
 import inspect
 import io
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
+from tutti.measure.files import check_input, check_output_file, check_output_folder
 from tutti.world.errors import UsageError, checked_seconds, closest_name
 
 Flags = TypeVar("Flags")
@@ -26,6 +28,23 @@ _MAX_HELP_WIDTH = 100
 _HELP_COLUMN = 26
 _TITLES = {"settings": "training"}  # titles of nested dataclasses that are not the field name
 _PLACEHOLDERS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+@dataclass(frozen=True)
+class _PathCheck:
+    """Marks a flag whose path `parse` checks, before anything else is done."""
+
+    check: Callable[[Path], None]  # raises OSError
+    cure: str
+
+
+OutputFile = Annotated[Path, _PathCheck(check_output_file, "Choose another file.")]
+OutputFolder = Annotated[Path, _PathCheck(check_output_folder, "Choose another directory.")]
+InputFile = Annotated[Path, _PathCheck(partial(check_input, kind="file"), "Name a file.")]
+InputFolder = Annotated[
+    Path, _PathCheck(partial(check_input, kind="directory"), "Name a directory.")
+]
+InputPath = Annotated[Path, _PathCheck(partial(check_input, kind="any"), "Check the path.")]
 
 
 def parse(
@@ -66,12 +85,43 @@ def parse(
 
 def _check_shared_flags(options: object) -> None:
     """Check the flags that mean the same in every command, even if this run does not use them."""
-    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
     counts = [name for name in ("ranks", "ranks_per_gpu") if name in names]
     check_at_least(1, options, *(n for n in counts if not isinstance(getattr(options, n), str)))
-    for name in {"start_timeout", "timeout"} & names:
+    for name in names:
+        values = getattr(options, name)
+        for value in values if isinstance(values, tuple) else [values]:
+            if isinstance(value, int) and not 0 <= value < 1 << 63:
+                limit = "not be negative" if value < 0 else f"be at most {(1 << 63) - 1}"
+                raise UsageError(f"--{name.replace('_', '-')} must {limit}, got {value}")
+    for name in {"start_timeout", "timeout"}.intersection(names):
         if (value := getattr(options, name)) is not None:
             checked_seconds(f"--{name.replace('_', '-')}", value)
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        if _path_check(hint) is not None:
+            value = getattr(options, name)
+            for path in value if isinstance(value, tuple) else [value] * (value is not None):
+                check_path(_flag(name, hint, None, "").name, path, hint)
+
+
+def _path_check(hint: Any) -> _PathCheck | None:
+    """Return the check of a type such as OutputFile | None, or None for other types."""
+    if isinstance(hint, _PathCheck):
+        return hint
+    return next((found for part in get_args(hint) if (found := _path_check(part))), None)
+
+
+def check_path(flag: str, path: Path, hint: Any) -> None:
+    """Raise UsageError if a path does not fit a type such as OutputFile."""
+    path_check = _path_check(hint)
+    assert path_check is not None
+    try:
+        path_check.check(path)
+    except OSError as error:
+        missing = error.errno == errno.ENOENT and error.filename is not None
+        reason = " does not exist" if missing else f": {error.strerror}"
+        named = f"{flag} {path}" if flag.startswith("-") else str(path)
+        raise UsageError(f"{named}{reason}. {path_check.cure}") from None
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
@@ -256,6 +306,10 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
         )
         for pattern in not_a_number:
             text = re.sub(pattern, r"\1 \2 is not a number", text)
+        choice = re.match(r"invalid choice '(.*?)' for argument '(.*?)'.*one of \((.*)\)", text)
+        if choice is not None:
+            names_of_choices = sorted(set(re.findall(r"'(.*?)'", choice[3])) - {"None"})
+            text = f"{choice[2]} must be one of {', '.join(names_of_choices)}, got {choice[1]!r}"
         if text.startswith("Missing from"):
             missing = re.findall(r"(?:: |\(required\) )([A-Z]{2,}|-\S+) ", text)
             text = f"{' and '.join(missing)} must be given" if missing else text

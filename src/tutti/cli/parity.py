@@ -7,25 +7,27 @@ import gc
 import os
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import check_at_least, flag_value, parse
+from tutti.cli.flags import OutputFile, check_at_least, flag_value, parse
 from tutti.cli.results import (
-    Cases,
     WorldFlags,
-    check_writable,
-    start_cases,
     usage_error_on_rank_0,
     write_json,
 )
 from tutti.parallel.layout import Layout, ParallelOptions, ScheduleName
-from tutti.parity.parity_options import ParityOptions, full_size_options, small_options
+from tutti.parity.parity_options import (
+    ParityOptions,
+    check_workload,
+    full_size_options,
+    small_options,
+)
 from tutti.parity.tolerances import TOLERANCES
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
+from tutti.world.rank_cases import Cases, start_cases
 
 if TYPE_CHECKING:
     from tutti.parallel.pipeline.schedule_timeline import Timeline
@@ -41,6 +43,8 @@ class Parity(WorldFlags):
     samples. The training covers SGD and AdamW, several microbatches, gradient clipping, a step
     whose samples do not divide evenly, and activation checkpointing. Exit code 1 means that the
     error of a layout is larger than rounding explains.
+
+    tutti parity --show-schedule draws a pipeline schedule instead; see its own --help.
     """
 
     settings: ParityOptions
@@ -55,9 +59,9 @@ class Parity(WorldFlags):
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: the number that --layouts needs). Ignored under
     torchrun, srun or mpirun."""
-    backend: str | None = None
+    backend: Literal["nccl", "shm", "gloo"] | None = None
     """Communication backend: nccl, shm or gloo (default: nccl on CUDA, shm on the CPU)."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the results to this JSON file."""
 
 
@@ -67,7 +71,6 @@ def main(arguments: list[str]) -> int:
     identity = identify(os.environ)
     launched_ranks = identity.size if identity.launcher != "python" else None
     options, layouts = _read_flags(arguments, launched_ranks)
-    check_writable("--json", options.json)
     if launched_ranks is None:
         command, ranks = ["parity", *arguments], layouts[0].size
         return start_cases(
@@ -78,15 +81,27 @@ def main(arguments: list[str]) -> int:
 
 def _read_flags(arguments: list[str], launched_ranks: int | None) -> tuple[Parity, list[Layout]]:
     """Return the options and the layouts. Some defaults depend on --recipe and --layouts."""
-    name = flag_value("--recipe", arguments) or "gpt"
+    name = flag_value("--recipe", arguments)
+    name = "gpt" if name is None else name
     full = Parity(settings=full_size_options(name), recipe=name)
     options = parse(Parity, "tutti parity", arguments, default=full)
     options.settings.check()
+    if launched_ranks is None and options.ranks is not None:
+        options.check_ranks(options.ranks)
     layouts = _layouts(options.layouts, launched_ranks or options.ranks)
+    if launched_ranks is None:
+        options.check_ranks(layouts[0].size)
     if not options.full_size:
         small = small_options(name, layouts, options.settings.parallel)
         default = Parity(settings=small, recipe=name)
         options = parse(Parity, "tutti parity", arguments, default)
+    device = options.device_type()
+    if options.backend is not None and (options.backend == "nccl") != (device == "cuda"):
+        raise UsageError(
+            f"--backend {options.backend} does not work on {device}. Omit --backend, or use "
+            f"{'nccl' if device == 'cuda' else 'shm or gloo'}."
+        )
+    check_workload(name, options.settings, layouts, device)
     return options, layouts
 
 
@@ -94,8 +109,6 @@ def _layouts(text: str, ranks: int | None) -> list[Layout]:
     if text == "all":
         if ranks is None:
             raise UsageError("--layouts all needs the number of ranks, such as --ranks 4")
-        if ranks < 1:
-            raise UsageError(f"--ranks must be at least 1, got {ranks}")
         return Layout.every(ranks)
     layouts = [Layout.parse(layout.strip()) for layout in text.split(",")]
     for layout in layouts:
@@ -127,7 +140,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
             if name in cases.crashed:
                 rows.append(crashed_row(workload, layout, cases.crashed[name]))
             else:
-                with cases.running(name, world):
+                with cases.running(name, world.rank):
                     rows.append(check_layout(workload, layout, world, reference))
                 gc.collect()  # reference cycles of engines keep their process groups alive
             if table is not None:
@@ -213,7 +226,7 @@ class ShowSchedule(WorldFlags):
     """Number of stages on each rank (default: 1 for gpipe and 1f1b, 2 for the other schedules)."""
     measure: bool = True
     """Also run the schedule on local ranks and print the measured timeline."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the timelines, the bubbles, the environment and the command to this JSON file."""
 
     def parallel_options(self) -> ParallelOptions:
@@ -225,7 +238,6 @@ def show_schedule(arguments: list[str]) -> int:
     """Run tutti parity --show-schedule and return the exit code."""
     flags = parse(ShowSchedule, "tutti parity --show-schedule", arguments)
     check_at_least(2, flags, "pp")
-    check_writable("--json", flags.json)
     if not flags.measure:
         return _print_schedule(flags)
     if identify(os.environ).launcher != "python":

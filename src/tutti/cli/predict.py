@@ -1,6 +1,7 @@
 """tutti predict: predicts a dataset with a trained model, or generates text from prompts."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import check_at_least, parse
-from tutti.cli.results import WorldFlags, check_writable, usage_error_on_rank_0, write_json
+from tutti.cli.flags import InputFile, InputFolder, OutputFile, check_at_least, check_path, parse
+from tutti.cli.results import WorldFlags, print_start, usage_error_on_rank_0, write_json
 from tutti.models.pretrained import ModelError, check_source, split_source
+from tutti.parallel.layout import layout_of
+from tutti.train.recipe import with_values
+from tutti.train.recipe_check import check_model_and_data
+from tutti.train.run_directory import check_generates_text, read_trained_run
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
@@ -37,7 +42,7 @@ class Predict(WorldFlags):
     For prompts, the generated texts are printed.
     """
 
-    run: Path | None = None
+    run: InputFolder | None = None
     """Run directory, which is the --out directory of tutti train."""
     model: str | None = None
     """hf:FOLDER, to generate text with a model of transformers that was not trained here."""
@@ -53,7 +58,7 @@ class Predict(WorldFlags):
     """Predict only the first N samples (default: all samples)."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text that a gpt model continues. May be given several times."""
-    prompts: Path | None = None
+    prompts: InputFile | None = None
     """File with one prompt per line."""
     tokens: int = 200
     """Number of tokens to generate for each prompt."""
@@ -68,10 +73,10 @@ class Predict(WorldFlags):
     batch (default: 1)."""
     precision: Literal["float32", "bf16", "fp16", "float64"] | None = None
     """Precision of the computation (default: as in training). Prompts need float32 or float64."""
-    out: Path | None = None
+    out: OutputFile | None = None
     """File for the results (default: predictions-SPLIT.jsonl in the run directory; generated texts
     are only printed)."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the score, the environment and the command to this JSON file."""
     layout: str | None = None
     """Ranks per axis, such as dp2.tp2 (default: one replica per rank)."""
@@ -86,11 +91,17 @@ class Predict(WorldFlags):
 def main(arguments: list[str]) -> int:
     options = parse(Predict, "tutti predict", arguments)
     _check(options)
-    if options.ranks is not None and identify(os.environ).launcher == "python":
-        return options.start_ranks(["predict", *arguments], options.ranks)
     if options.out is None and not options.has_prompts:
         assert options.run is not None
-        options = replace(options, out=options.run / f"predictions-{options.split}.jsonl")
+        out = options.run / f"predictions-{options.split}.jsonl"
+        check_path("--out", out, OutputFile)
+        options = replace(options, out=out)
+    if identify(os.environ).launcher == "python":
+        _check_before_start(options, options.ranks or 1)
+    if options.ranks is not None and identify(os.environ).launcher == "python":
+        return options.start_ranks(["predict", *arguments], options.ranks)
+    if identify(os.environ).launcher == "python":
+        print_start("predict", 1)
     return _predict(options)
 
 
@@ -118,16 +129,33 @@ def _check(options: Predict) -> None:
             check_source(*source)
         except ModelError as error:
             raise UsageError(str(error)) from None
+    if not 0 <= options.temperature < math.inf:
+        raise UsageError(f"--temperature must be at least 0, got {options.temperature:g}")
+
+
+def _check_before_start(options: Predict, ranks: int) -> None:
+    """Make the checks that need neither torch nor ranks. Raise UsageError if one fails."""
+    options.check_ranks(ranks)
+    layout = layout_of(options.layout, ranks)
+    if options.has_prompts:
+        _prompts(options)
+    if options.run is None:
+        return
+    recipe = read_trained_run(options.run, options.step)
+    if options.has_prompts:
+        if split_source(recipe.model) is None:
+            check_generates_text(recipe, options.run)
+        return
+    changes = {"dataset": options.dataset, "data_dir": options.data_dir}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    recipe = with_values(recipe, {"data": changes})
+    batch = options.batch or recipe.batching.batch
+    check_model_and_data(recipe, layout, batch, options.device_type())
 
 
 def _predict(options: Predict) -> int:
-    from tutti.parallel.layout import layout_of
     from tutti.predict.predict_dataset import TrainedRun
     from tutti.train.init import agree
-
-    def check_files() -> None:
-        for flag, path in (("--out", options.out), ("--json", options.json)):
-            check_writable(flag, path if world.is_first else None)
 
     def open_run() -> TrainedRun:
         if options.model is not None:
@@ -139,7 +167,6 @@ def _predict(options: Predict) -> int:
         with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
             run = agree(open_run)
-            agree(check_files)
             prepare = _generate_text if options.has_prompts else _predict_dataset
             execute = prepare(options, world, run, layout)
         results = execute()

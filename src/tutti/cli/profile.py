@@ -8,8 +8,15 @@ from statistics import fmean
 from time import strftime
 from typing import Any
 
-from tutti.cli.flags import check_at_least, parse, split_at_command
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.flags import (
+    InputPath,
+    OutputFile,
+    OutputFolder,
+    check_at_least,
+    parse,
+    split_at_command,
+)
+from tutti.cli.results import write_json
 from tutti.measure.terminal import text_width, wrap_line
 from tutti.world.errors import UsageError
 
@@ -30,9 +37,9 @@ class Profile:
     """
 
     USAGE_END = "[-- COMMAND]"
-    trace: Path | None = None
+    trace: InputPath | None = None
     """Read the traces in this directory or run directory instead of starting a program."""
-    out: Path | None = None
+    out: OutputFolder | None = None
     """Directory for the traces, OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
     wait: int = 6
     """Number of steps before the profiler starts. The second half of these steps is timed, and the
@@ -52,15 +59,15 @@ class Profile:
     """After the recording, apply the first advice that can be applied without editing the program,
     and measure its gain: 5 runs without and 5 runs with the change, in turns. Every run ends after
     the steps that it needs."""
-    tensorboard: Path | None = None
+    tensorboard: OutputFolder | None = None
     """Also copy the traces into this directory, for TensorBoard's profile plugin."""
     nvtx: bool = False
     """Mark the steps for Nsight Systems instead of recording traces: nsys profile -c
     cudaProfilerApi --capture-range-end=stop tutti profile --nvtx -- COMMAND. Needs CUDA."""
-    merge: Path | None = None
+    merge: OutputFile | None = None
     """Write the traces of all ranks into one file for ui.perfetto.dev, on one clock, with arrows
     between the ranks of a collective."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write ranks, steps, communication and stragglers to this JSON file."""
 
 
@@ -68,8 +75,6 @@ def main(arguments: list[str]) -> int:
     """Run the command. Return its exit code, or that of the profiled program if it failed."""
     flags, command = split_at_command(Profile, arguments)
     options = parse(Profile, "tutti profile", flags)
-    check_writable("--merge", options.merge)
-    check_writable("--json", options.json)
     if options.try_advice and not command:
         raise UsageError(
             "--try-advice needs a program to run: tutti profile --try-advice -- COMMAND"
@@ -80,8 +85,6 @@ def main(arguments: list[str]) -> int:
             "program, and tutti profile --trace DIR reads traces"
         )
     if options.trace is not None:
-        if not options.trace.exists():
-            raise UsageError(f"--trace {options.trace} does not exist. Name a directory of traces.")
         rows = _explain(options, options.trace)
         if options.json is not None:
             write_json(options.json, "tutti.profile/1", rows)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tyro
 
-from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_result
+from tutti.cli.flags import InputPath, OutputFile, check_path, parse
+from tutti.cli.results import write_result
 from tutti.world.errors import UsageError
 
 
@@ -21,10 +21,10 @@ class Report:
     install 'tutti-torch[report]'.
     """
 
-    paths: tyro.conf.Positional[tuple[Path, ...]]
+    paths: tyro.conf.Positional[tuple[InputPath, ...]]
     """Run directories, output directories of tutti profile and tutti scale, or files written with
     --json."""
-    out: Path | None = None
+    out: OutputFile | None = None
     """File for the page (default: report.html in the given directory, or in the current directory
     for several paths)."""
 
@@ -36,15 +36,12 @@ def main(arguments: list[str]) -> int:
     first, *others = options.paths
     folder = Path() if others else first if first.is_dir() else first.parent
     out = options.out or folder / "report.html"
+    check_path("--out", out, OutputFile)
 
     from tutti.report.page import build_page, check_installed
-    from tutti.report.sources import ACCEPTED, read_sources
+    from tutti.report.sources import read_sources
 
     check_installed()
-    for path in options.paths:
-        if not path.exists():
-            raise UsageError(f"{path} does not exist. Name {ACCEPTED}.")
-    check_writable("--out", out)
     sources = read_sources(options.paths)
     write_result("--out", out, build_page(sources))
     for note in sources.notes:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tutti.cli.flags import parse, split_at_command
+from tutti.cli.flags import OutputFolder, parse, split_at_command
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
 
@@ -37,7 +37,7 @@ class Run:
     show: Literal["all", "first"] = "all"
     """Output to print. all prints the output of every rank, with the rank number before each line.
     first prints the unchanged output of rank 0."""
-    log_dir: Path | None = None
+    log_dir: OutputFolder | None = None
     """Directory for one log file per rank (default: no log files)."""
     start_timeout: float = START_TIMEOUT
     """Seconds to wait for all ranks to start."""
@@ -78,4 +78,6 @@ def python_command(command: list[str]) -> list[str]:
         raise UsageError(f"{command[0]!r} is a directory. Use the path of a script.")
     if not script.is_file():
         raise UsageError(f"script {command[0]!r} does not exist. Check the path.")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"script {command[0]!r} cannot be read. Check its permissions.")
     return [sys.executable, *command]

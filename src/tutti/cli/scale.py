@@ -11,9 +11,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import check_at_least, parse, split_at_dashes
-from tutti.cli.results import check_writable, write_json
-from tutti.cli.train import Train, print_learning_rates, read_flags, train_learning_rates
+from tutti.cli.flags import OutputFile, OutputFolder, check_at_least, parse, split_at_dashes
+from tutti.cli.results import write_json
+from tutti.cli.train import (
+    Train,
+    check_before_start,
+    print_learning_rates,
+    read_flags,
+    train_learning_rates,
+)
 from tutti.measure.terminal import text_width
 from tutti.scale import scale_runs
 from tutti.scale.efficiency import Scaling
@@ -26,12 +32,11 @@ from tutti.scale.scale_table import (
     sweep_lines,
     sweep_rows,
 )
+from tutti.train.recipe import Recipe
+from tutti.train.recipe_check import MANY_SAMPLES
 from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
-
-# Number of samples for a trial schedule, because the real dataset is not loaded here.
-_MANY_SAMPLES = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,9 @@ class Scale:
     """Device of the ranks. auto selects CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
     """Maximum number of ranks that share one GPU."""
-    out: Path | None = None
+    out: OutputFolder | None = None
     """Directory for scale.json and all runs (default: runs/scale-DATE-TIME)."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the results to this JSON file."""
 
     def schedule(self) -> Schedule:
@@ -144,7 +149,6 @@ def _check(options: Scale) -> None:
         )
     check_at_least(1, options, "repeats", "steps", "active", "ranks_per_gpu")
     check_at_least(0, options, "settle")
-    check_writable("--json", options.json)
     out = options.out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} exists and is not empty. Choose another directory.")
@@ -181,7 +185,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
         added = [text for flag, value in swept_values.items() for text in (f"--{flag}", value)]
         # The only checkpoint is after the timed steps.
         added += ["--steps", steps, "--no-evaluate", "--checkpoint-every", steps]
-        settings = _read_train_flags([*flags, *added], ranks).settings
+        settings = _read_train_flags([*flags, *added], ranks)[0].settings
         batch = settings.batching.global_batch
         if mode == "weak" and batch is not None:
             raise UsageError(
@@ -190,20 +194,23 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
             )
         if mode == "strong" and not batch:
             # All runs use the global batch of the smallest number of ranks.
-            batch = make_schedule(settings, sizes[0], _MANY_SAMPLES).global_batch
+            batch = make_schedule(settings, sizes[0], MANY_SAMPLES).global_batch
             added += ["--global-batch", str(batch)]
         return added
 
     for ranks in sizes:
         for swept in sweep:
-            settings = _read_train_flags([*flags, *extra_flags(ranks, swept)], ranks).settings
+            train_flags = [*flags, *extra_flags(ranks, swept), *options.device_flags()]
+            train, base = _read_train_flags(train_flags, ranks)
+            train.check_ranks(ranks)
             try:
-                make_schedule(settings, ranks, _MANY_SAMPLES)
+                make_schedule(train.settings, ranks, MANY_SAMPLES)
             except UsageError as error:
-                batch = settings.batching.global_batch
+                batch = train.settings.batching.global_batch
                 shared = f" (strong scaling: all runs share {batch} samples)" if batch else ""
                 cure = ", or --mode weak" if batch else ""
                 raise UsageError(f"with {ranks} ranks{shared}: {error}{cure}") from None
+            check_before_start(train, base, ranks)
 
     def extra_arguments(run: PlannedRun, folder: Path) -> list[str]:
         return [*extra_flags(run.ranks, run.flags), "--out", str(folder)]
@@ -291,11 +298,11 @@ def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
     print(f"The results are in {out}. For an HTML page: tutti report {out}", file=sys.stderr)
 
 
-def _read_train_flags(flags: Sequence[str], ranks: int) -> Train:
-    """Return the parsed flags of tutti train, with {ranks} replaced by the number of ranks."""
-    options, _ = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
+def _read_train_flags(flags: Sequence[str], ranks: int) -> tuple[Train, Recipe]:
+    """Return the result of `read_flags`, with {ranks} replaced by the number of ranks."""
+    options, base = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
     for name in ("resume", "profile", "lr_sweep"):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} only works with tutti train. Omit {flag}.")
-    return options
+    return options, base

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tutti.cli.flags import parse, split_at_dashes
+from tutti.cli.flags import OutputFile, parse, split_at_dashes
 from tutti.world.errors import UsageError
 from tutti.world.jobs import mpi_script, parse_hosts, slurm_script
 
@@ -51,7 +51,7 @@ class Slurm:
     """Output file of the job. %x is the job name, and %j is the job id."""
     sbatch: tuple[str, ...] = ()
     """More flags for sbatch, without dashes, such as --sbatch exclusive constraint=h200."""
-    script: Path | None = None
+    script: OutputFile | None = None
     """File for the script (default: NAME.sbatch in the current directory)."""
     dry_run: bool = False
     """Only print the script. Do not write or submit it."""
@@ -68,7 +68,7 @@ class Mpi:
     """The mpirun command, with its own flags if needed, such as "mpirun --map-by node"."""
     flavour: Literal["auto", "openmpi", "mpich"] = "auto"
     """MPI implementation. auto reads it from mpirun --version."""
-    script: Path | None = None
+    script: OutputFile | None = None
     """File for the script (default: NAME.mpi.sh in the current directory)."""
     dry_run: bool = False
     """Only print the script. Do not write or run it."""
@@ -154,7 +154,7 @@ def _require_program(program: str, cure: str) -> None:
 
 def _write(path: Path, script: str) -> Path:
     try:
-        if path.exists() and path.read_text() != script:
+        if path.exists() and path.read_bytes() != script.encode():
             raise UsageError(f"{path} exists with other content. Remove it or use --script FILE.")
         path.write_text(script)
         path.chmod(0o755)

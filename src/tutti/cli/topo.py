@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json, write_result
+from tutti.cli.flags import InputFile, OutputFile, parse
+from tutti.cli.results import write_json, write_result
 from tutti.machine.device_topology import LINK_CLASSES, Interface, Topology
 from tutti.machine.recording import Machine, format_machines, observe, read_machines
 from tutti.measure.terminal import terminal_width
@@ -32,13 +32,13 @@ class Topo:
     Under torchrun, srun or mpirun, rank 0 shows all hosts.
     """
 
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write devices, links, NICs and NUMA nodes to this JSON file."""
-    svg: Path | None = None
+    svg: OutputFile | None = None
     """Draw the topology into this SVG file."""
-    record: Path | None = None
+    record: OutputFile | None = None
     """Write the complete description of all hosts to this file. --from reads such a file."""
-    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    from_: Annotated[InputFile | None, tyro.conf.arg(name="from")] = None
     """Show the hosts in this file, which --record wrote, instead of this host."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start. A launcher's own ranks are used instead."""
@@ -48,8 +48,6 @@ class Topo:
 
 def main(arguments: list[str]) -> int:
     options = parse(Topo, "tutti topo", arguments)
-    for flag in ("json", "svg", "record"):
-        check_writable(f"--{flag}", getattr(options, flag))
     if options.from_ is not None:
         if options.ranks is not None:
             raise UsageError("--from shows recorded hosts: remove --ranks")

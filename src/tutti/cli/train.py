@@ -12,17 +12,16 @@ from typing import Annotated, Any
 
 import tyro
 
-from tutti.cli.flags import flag_value, parse
-from tutti.cli.results import WorldFlags, usage_error_on_rank_0
-from tutti.machine.gpus import visible_gpu_count
+from tutti.cli.flags import OutputFolder, flag_value, parse
+from tutti.cli.results import WorldFlags, print_start, usage_error_on_rank_0
 from tutti.models.config import OwnModelConfig
 from tutti.models.pretrained import model_name
 from tutti.parallel.layout import Layout
 from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_recipe
-from tutti.train.recipe_check import check_flags_have_effect, check_recipe, unused_fields
+from tutti.train.recipe_check import check_flags_have_effect, check_recipe
 from tutti.train.run_directory import RunDirectory
+from tutti.train.training_schedule import check_numbers
 from tutti.world.errors import UsageError
-from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
@@ -58,7 +57,7 @@ class Train(WorldFlags):
     """Number of local ranks to start (default: the ranks of --layout, else those in the recipe
     file, else 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated list
     such as 1,2."""
-    out: Path | None = None
+    out: OutputFolder | None = None
     """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
     """Continue the run in --out from its last valid checkpoint."""
@@ -92,7 +91,7 @@ def main(arguments: list[str]) -> int:
         _check_combinations(options, arguments)
     if options.lr_sweep is not None:
         for ranks in _numbers(options.ranks or "1", "--ranks", int):
-            _check_before_start(options, base, int(ranks))
+            check_before_start(options, base, int(ranks))
         summaries, code = train_learning_rates(options, arguments)
         if code == 0:
             print_learning_rates(summaries)
@@ -100,7 +99,7 @@ def main(arguments: list[str]) -> int:
     if not starts_ranks:
         return _train(options, base)
     ranks = _local_ranks(options)
-    _check_before_start(options, base, ranks)
+    check_before_start(options, base, ranks)
     if options.ranks is None and ranks == 1:
         return _train(options, base)
     command = ["train", *arguments, "--out", str(options.run_directory())]
@@ -127,15 +126,13 @@ def _check_combinations(options: Train, arguments: list[str]) -> None:
         raise UsageError("--resume has no effect with --lr-sweep. Omit one of them.")
 
 
-def _check_before_start(options: Train, base: Recipe, ranks: int) -> None:
+def check_before_start(options: Train, base: Recipe, ranks: int) -> None:
     """Make the checks that need neither torch nor ranks. Raise UsageError if one fails."""
-    settings, device = options.settings, "cpu"
-    if options.device == "cuda" or (options.device == "auto" and visible_gpu_count()):
-        device = "cuda"
+    settings, device = options.settings, options.device_type()
     if options.nvtx and device != "cuda":
         raise UsageError(_NVTX_NEEDS_CUDA)
     # Check the number of ranks first, because the other checks compute with it.
-    LocalWorld([], ranks, options.device, options.ranks_per_gpu).check()
+    options.check_ranks(ranks)
     check_flags_have_effect(settings, base, options.benchmark)
     check_recipe(settings, ranks, device)
     RunDirectory(options.run_directory()).check(options.resume)
@@ -153,11 +150,16 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
     name, out = flag_value("--recipe", arguments), flag_value("--out", arguments)
     if name is None and out is not None and "--resume" in arguments:
         saved_recipe = Path(out) / "recipe.toml"
-        name = str(saved_recipe) if saved_recipe.is_file() else None
+        name = str(saved_recipe) if os.path.isfile(saved_recipe) else None
     if name is None:
         model = flag_value("--model", arguments) or ""
         name = "hf" if model.startswith("hf:") else "own" if ":" in model else "lenet"
     base, ranks = read_recipe_and_ranks(name)
+    if name not in RECIPES:
+        try:
+            check_numbers(base)
+        except UsageError as error:
+            raise UsageError(f"--recipe {name}: {error}") from None
     # --layout has its own number of ranks, which replaces the number in the file.
     in_file = ranks is not None and flag_value("--layout", arguments) is None
     default = Train(settings=base, recipe=name, ranks=str(ranks) if in_file else None)
@@ -195,6 +197,8 @@ def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
 
 
 def _train(options: Train, base: Recipe) -> int:
+    if identify(os.environ).launcher == "python":
+        print_start("train", 1)
     from tutti.train.init import agree
     from tutti.train.loop import LossNotFinite, Trainer
     from tutti.world.exchange import gather_json
@@ -227,7 +231,8 @@ def _train(options: Train, base: Recipe) -> int:
             trainer = Trainer(world, options.settings, directory, **switches)
             agree(create_directory)  # after all checks have passed
         if world.is_first:
-            lines = _values(options.settings, base, options.recipe) + trainer.schedule.describe()
+            recipe = _describe_recipe(options.settings, base, options.recipe, directory.path)
+            lines = [recipe, *trainer.schedule.describe()]
             reasons = world.reasons
             lines += [
                 f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} "
@@ -286,26 +291,23 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
     print(f"the run is in {directory}")
 
 
-def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
-    """Return all values as text, one line per section. Values from a file or a flag are marked."""
+def _describe_recipe(settings: Recipe, base: Recipe, name: str, directory: Path) -> str:
+    """Return one line: the recipe, and the values that its file or flags have changed."""
     built_in = RECIPES[_built_in_recipe(settings)]
-    unused = unused_fields(settings, benchmark=False)
-    lines = [f"recipe {name}, model {settings.model}"]
+    changed = []
     for section in fields(settings):
         if not is_dataclass(getattr(settings, section.name)):
             continue
-        values = []
         for field in fields(getattr(settings, section.name)):
             value, in_file, in_recipe = (
                 getattr(getattr(recipe, section.name), field.name)
                 for recipe in (settings, base, built_in)
             )
-            source = " (flag)" if value != in_file else " (file)" if in_file != in_recipe else ""
-            if source or (value is not None and field.name not in unused):
-                values.append(f"{field.name}={value}{source}")
-        if values:
-            lines.append(f"  {section.name}: {', '.join(values)}")
-    return lines
+            source = "flag" if value != in_file else "file" if in_file != in_recipe else None
+            if source is not None:
+                changed.append(f"{field.name}={value} ({source})")
+    values = "".join(f", {value}" for value in changed)
+    return f"recipe {name}, model {settings.model}{values}; all values: {directory / 'recipe.toml'}"
 
 
 def _built_in_recipe(settings: Recipe) -> str:

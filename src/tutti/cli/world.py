@@ -3,13 +3,12 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from tutti.cli.flags import parse
-from tutti.cli.results import WorldFlags, check_writable, write_json
+from tutti.cli.flags import OutputFile, parse
+from tutti.cli.results import WorldFlags, write_json
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
@@ -32,7 +31,7 @@ class ShowWorld(WorldFlags):
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: 1). Ignored under torchrun, srun or mpirun."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """Also write the rows to this JSON file."""
     ledger: tuple[int, ...] | None = None
     """Do not start ranks. For each of these process ids (default: all of your processes on this
@@ -42,7 +41,6 @@ class ShowWorld(WorldFlags):
 
 def main(arguments: list[str]) -> int:
     options = parse(ShowWorld, "tutti world", arguments)
-    check_writable("--json", options.json)
     if options.ledger is not None:
         rows = _show_ledgers(options.ledger)
         if options.json is not None:

@@ -3,6 +3,7 @@
 `tutti train` checks here that the files of a dataset exist before it starts ranks.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ DATASETS = ("digits", "fashion-mnist", "cifar100", "stdlib", "synthetic", *FILE_
 TEXT_DATASETS = ("stdlib", "text", "tokens", "jsonl", "parquet")
 IMAGE_DATASETS = ("digits", "fashion-mnist", "cifar100", "images")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of a token in a file
 BYTE_VOCABULARY_SIZE = 256  # vocabulary of text that is read as bytes
 
 # Number of classes, and (channels, height, width) of one image; digits are scaled to --pixels.
@@ -101,6 +103,8 @@ def check_files(dataset: str, path: Path, download: bool = False) -> None:
             raise DataError(f"{path} does not exist: give {wanted}")
         if path.is_file() and not path.stat().st_size:
             raise DataError(f"{path} is empty: give {wanted}")
+        if path.is_dir() and not any(file.is_file() for file in path.rglob("[!.]*")):
+            raise DataError(f"{path} has no files: give {wanted}")
         if not os.access(path, os.R_OK):
             raise DataError(f"{path} cannot be read: check its permissions")
     elif dataset == "images":
@@ -114,15 +118,44 @@ def check_files(dataset: str, path: Path, download: bool = False) -> None:
                     "of images for each of at least 2 classes"
                 )
     elif dataset == "tokens":
-        if not path.is_dir():
-            problem = "is a file" if path.is_file() else "does not exist"
-            files = "train.bin, test.bin and tokens.json"
-            raise DataError(f"token directory {path} {problem}: give a directory with {files}")
-        if not (path / "tokens.json").exists():
-            example = '{"dtype": "uint16", "vocabulary": 50257}'
+        token_files(path)
+
+
+def token_files(directory: Path) -> tuple[str, int, list[Path]]:
+    """Return dtype, vocabulary, and the files of training and test tokens, after checking them."""
+    if not directory.is_dir():
+        problem = "is a file" if directory.is_file() else "does not exist"
+        cure = "give a directory with train.bin, test.bin and tokens.json"
+        raise DataError(f"token directory {directory} {problem}: {cure}")
+    path, example = directory / "tokens.json", '{"dtype": "uint16", "vocabulary": 50257}'
+    if not path.exists():
+        raise DataError(f"{path} does not exist. Create it with content such as {example}")
+    try:
+        metadata = json.loads(path.read_bytes())
+        dtype, vocabulary = metadata["dtype"], metadata["vocabulary"]
+        counts = dict(metadata.get("tokens") or {})
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} does not parse ({error!r}): expected {example}") from error
+    if dtype not in TOKEN_BYTES or type(vocabulary) is not int or vocabulary < 1:
+        raise DataError(
+            f"{path} has dtype {dtype!r} and vocabulary {vocabulary!r}. The dtype must be uint8, "
+            "uint16 or uint32, and the vocabulary must be at least 1."
+        )
+    test, item_bytes = directory / "test.bin", TOKEN_BYTES[dtype]
+    files = [directory / "train.bin", test if test.is_file() else directory / "val.bin"]
+    for file in files:
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from error
+        count, remainder = divmod(size, item_bytes)
+        expected = counts.get(file.name, count)
+        if remainder or count != expected or not count:
             raise DataError(
-                f"{path / 'tokens.json'} does not exist. Create it with content such as {example}"
+                f"{file} is truncated or has another dtype: it has {size} bytes, but {expected} "
+                f"tokens of {item_bytes} bytes were expected. Write the file again."
             )
+    return dtype, vocabulary, files
 
 
 def cifar100_folder(directory: Path) -> Path | None:

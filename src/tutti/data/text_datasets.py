@@ -10,10 +10,9 @@ last token, the target is the window without its first token. Files in a directo
 dtype is uint8, uint16 or uint32. The counts in `tokens` are optional and detect truncation.
 """
 
-import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,13 @@ from torch import Tensor
 
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
-from tutti.data.dataset_files import BYTE_VOCABULARY_SIZE, check_files, parts_of
+from tutti.data.dataset_files import (
+    BYTE_VOCABULARY_SIZE,
+    check_files,
+    parts_of,
+    token_files,
+)
 
-DTYPES = ("uint8", "uint16", "uint32")
 TEST_FRACTION = 0.05
 STDLIB_LIMIT = 16 << 20  # bytes; Python 3.11 has 10.7 million
 
@@ -90,41 +93,19 @@ class TokenSamples(Samples):
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
     """Return memory-mapped tokens, which may be larger than memory. See the format above."""
     directory = Path(directory)
-    check_files("tokens", directory)
-    path, example = directory / "tokens.json", '{"dtype": "uint16", "vocabulary": 50257}'
-    try:
-        metadata = json.loads(path.read_bytes())
-        dtype, vocabulary = metadata["dtype"], metadata["vocabulary"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} does not parse ({error!r}): expected {example}") from error
-    if dtype not in DTYPES or type(vocabulary) is not int or vocabulary < 1:
-        raise DataError(
-            f"{path} has dtype {dtype!r} and vocabulary {vocabulary!r}. The dtype must be uint8, "
-            "uint16 or uint32, and the vocabulary must be at least 1."
-        )
-    test = directory / "test.bin"
+    dtype, vocabulary, files = token_files(directory)
+    stored = np.dtype(dtype).newbyteorder("<")
     train_samples, test_samples = (
-        TokenSamples(_memory_map_tokens(path, metadata), seq_len, vocabulary, str(path))
-        for path in (directory / "train.bin", test if test.is_file() else directory / "val.bin")
+        # Copy-on-write: torch needs writable memory, and the file must not change.
+        TokenSamples(
+            np.memmap(path, dtype=stored, mode="c").view(stored.newbyteorder("=")),
+            seq_len,
+            vocabulary,
+            str(path),
+        )
+        for path in files
     )
     return Dataset(directory.name, train_samples, test_samples, vocabulary=vocabulary)
-
-
-def _memory_map_tokens(path: Path, metadata: Mapping[str, Any]) -> Tokens:
-    dtype = np.dtype(metadata["dtype"]).newbyteorder("<")
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    count, remainder = divmod(size, dtype.itemsize)
-    expected = dict(metadata.get("tokens") or {}).get(path.name, count)
-    if remainder or count != expected or not count:
-        raise DataError(
-            f"{path} is truncated or has another dtype: it has {size} bytes, but {expected} tokens "
-            f"of {dtype.itemsize} bytes were expected. Write the file again."
-        )
-    # Copy-on-write: torch needs writable memory, and the file must not change.
-    return np.memmap(path, dtype=dtype, mode="c").view(dtype.newbyteorder("="))
 
 
 def byte_dataset(path: Path | str, seq_len: int) -> Dataset:

@@ -1,6 +1,8 @@
-"""Writing files so that other processes never read a partly written file."""
+"""Writing files so that other processes never read a partly written file, and checks of paths."""
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -15,7 +17,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tutti-")
     try:
         with open(descriptor, "wb") as file:
             # mkstemp creates a file of mode 0600. Set the mode that open() would have set.
@@ -27,3 +29,53 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_output_file(path: Path) -> None:
+    """Raise OSError if `write_atomically` cannot write this file. Changes nothing."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a directory")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+        if not path.is_file():  # a device or a pipe, which is written directly
+            return
+    folder = path.parent
+    if not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, f"the directory {folder} does not exist")
+    _check_folder(folder)
+
+
+def check_output_folder(path: Path) -> None:
+    """Raise OSError if this directory cannot be created, or if no file can be created in it."""
+    for place in (path, *path.absolute().parents):
+        try:
+            place.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        return _check_folder(place)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        problem = "is a file" if folder.is_file() else "is not a directory"
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} {problem}")
+    try:
+        # Permissions do not tell everything: not that a disk is full, or that the root user cannot
+        # create files in /proc. The temporary file has no name on most file systems.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"no file can be created in {folder} ({error.strerror})"
+        raise OSError(error.errno, reason) from None
+
+
+def check_input(path: Path, kind: str) -> None:
+    """Raise OSError if a path cannot be read. kind: "file", "directory", or "any" of both."""
+    mode = path.stat().st_mode
+    is_folder = stat.S_ISDIR(mode)
+    if is_folder and kind == "file":
+        raise IsADirectoryError(errno.EISDIR, "is a directory")
+    if not is_folder and kind == "directory":
+        raise NotADirectoryError(errno.ENOTDIR, "is not a directory")
+    if not os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
+        raise PermissionError(errno.EACCES, "no permission to read")

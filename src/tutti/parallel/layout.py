@@ -274,13 +274,15 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
 def flag_of(name: str, value: object) -> str:
     """Return an option and its value as written on a command line."""
     flag = name.replace("_", "-")
-    if isinstance(value, bool) and name != "reshard":  # reshard has a third value, None
+    if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     return f"--{flag} {value}"
 
 
 def leave_out(name: str, default: object) -> str:
     """Return the advice to leave out an option, on the command line or in a recipe file."""
+    if default is None:
+        return f"leave it out, and remove {name} from the recipe file if it is set there"
     return f"leave it out, or pass {flag_of(name, default)} if a recipe file sets it"
 
 

@@ -12,7 +12,11 @@ from tutti.models.config import EfficientNetConfig, GPTConfig, WideResNetConfig
 from tutti.parallel.layout import EngineOptions, Layout, ParallelOptions, Recompute
 from tutti.parity.tolerances import Precision
 from tutti.train.recipe import RECIPES, Architecture, Recipe
+from tutti.train.recipe_check import check_model, check_model_and_data
+from tutti.train.training_schedule import check_numbers
 from tutti.world.errors import UsageError, did_you_mean
+
+_LARGEST = 1_000_000  # steps, or samples in a microbatch; a check of more would take days
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ class ParityOptions:
                 f"--steps must be at least 2, got {self.steps}, because only the second step tests "
                 "a batch that cannot be divided evenly over the ranks"
             )
-        if self.microbatch < 1:
-            raise UsageError(f"--microbatch must be at least 1, got {self.microbatch}")
+        for flag, count in (("--microbatch", self.microbatch), ("--steps", self.steps)):
+            if not 1 <= count <= _LARGEST:
+                raise UsageError(f"{flag} must be from 1 to {_LARGEST}, got {count}")
         if layout := self.parallel.layout:
             raise UsageError(
                 f"parity takes a list of layouts: use --layouts {layout}, not --layout"
@@ -129,6 +134,26 @@ def small_options(name: str, layouts: Sequence[Layout], parallel: ParallelOption
         small = replace(architecture, classes=10, stochastic_depth=0.0, dropout=0.0)
         return ParityOptions(small, pixels=32)
     return ParityOptions(architecture, pixels=8)
+
+
+def check_workload(
+    name: str, options: ParityOptions, layouts: Sequence[Layout], device: str
+) -> None:
+    """Raise UsageError for whatever names, paths and arithmetic can tell before ranks start."""
+    recipe = recipe_with(name, options)
+    length = replace(recipe.length, steps=options.steps, seed=options.seed)
+    recipe = replace(recipe, engine=options.engine, parallel=options.parallel, length=length)
+    built_in = options.model is None
+    if options.padded and built_in and not isinstance(options.architecture, GPTConfig):
+        raise UsageError("--padded needs text samples, which have one target per token")
+    if not built_in and options.dataset is None:
+        # The samples are random, and their sizes are those of the first layer of the model.
+        check_numbers(recipe)
+        check_model(recipe)
+        return
+    # Every rank computes the reference, so every rank has all samples.
+    samples = sum(samples_for(layouts, options, batch_norms=False))
+    check_model_and_data(recipe, layouts[0], samples, device)
 
 
 def recipe_with(name: str, options: ParityOptions) -> Recipe:

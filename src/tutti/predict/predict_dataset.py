@@ -30,9 +30,15 @@ from tutti.parallel.engine import Engine, count_replicas
 from tutti.parallel.layout import Layout, ParallelOptions
 from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
-from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
+from tutti.train.checkpoint.format import Damaged, read_index
 from tutti.train.init import agree, build_meta_model, load_dataset
-from tutti.train.recipe import RECIPES, Compute, Recipe, read_recipe, with_values
+from tutti.train.recipe import RECIPES, Compute, Recipe, with_values
+from tutti.train.run_directory import (
+    check_generates_text,
+    read_trained_run,
+    saved_steps,
+    step_name,
+)
 from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype, check_outputs
 from tutti.world.errors import UsageError
@@ -54,18 +60,7 @@ class TrainedRun:
     @classmethod
     def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
         """Read the recipe, and check that there is a checkpoint."""
-        if not (path / "recipe.toml").is_file():
-            problem = "has no recipe.toml" if path.is_dir() else "does not exist"
-            raise UsageError(f"--run {path} {problem}: give the --out directory of tutti train")
-        steps = saved_steps(path / "checkpoints")
-        if not steps:
-            raise UsageError(f"--run {path} has no checkpoint yet: wait for the first checkpoint")
-        if step is not None and step not in steps:
-            existing = ", ".join(map(str, steps))
-            raise UsageError(f"{path} has no checkpoint of --step {step}: use {existing}")
-        recipe = read_recipe(str(path / "recipe.toml"))
-        if recipe.model.startswith("hf:") and (path / "model").is_dir():
-            recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the folder may have moved
+        recipe = read_trained_run(path, step)
         if precision is not None:
             recipe = replace(recipe, compute=replace(recipe.compute, precision=precision))
         return cls(path, recipe, step)
@@ -91,16 +86,8 @@ class TrainedRun:
     def gpt_config(self) -> GPTConfig:
         """Return the configuration of the GPT, with the vocabulary size of the checkpoint."""
         architecture = self.recipe.architecture
-        if self.recipe.model != "gpt" or not isinstance(architecture, GPTConfig):
-            raise UsageError(
-                f"--prompt needs a gpt, but {self.path} is a {self.recipe.model}: leave out "
-                "--prompt to predict the dataset"
-            )
-        if self.recipe.data.dataset == "tokens":
-            raise UsageError(
-                f"--prompt needs bytes, but {self.path} was trained on tokens: use a model "
-                "that was trained on bytes (--dataset stdlib or text)"
-            )
+        check_generates_text(self.recipe, self.path)
+        assert isinstance(architecture, GPTConfig)
         seq_len = max(architecture.max_seq_len, self.recipe.data.seq_len)
         return replace(architecture, vocab_size=self._saved_vocabulary(), max_seq_len=seq_len)
 

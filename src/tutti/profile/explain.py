@@ -151,7 +151,7 @@ def explain(files: Sequence[Path]) -> Explanation:
         else:
             notes.append(f"{path.name} is omitted, because the trace has no events")
     if not traces:
-        raise UsageError("no trace could be read: " + "; ".join(notes))
+        raise UsageError(f"no trace could be read in {files[0].parent}: {'; '.join(notes)}")
     traces = _one_trace_per_rank(traces, notes)
     world_size = max(trace.world_size for trace in traces)
     present = {trace.rank for trace in traces}

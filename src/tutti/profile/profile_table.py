@@ -5,7 +5,7 @@ from statistics import fmean, median
 from typing import Any
 
 from tutti.measure.terminal import wrap_line
-from tutti.measure.units import format_bytes
+from tutti.measure.units import format_bytes, three_digits
 from tutti.profile.explain import COMM_RATIO_LIMIT
 from tutti.profile.step_breakdown import PARTS, excess_text, lateness_text
 
@@ -191,4 +191,4 @@ def gain_text(advice: Mapping[str, Any]) -> str:
     """Return the band of a predicted gain, for example `12.1 to 18.0 ms, 30 to 45 % of the step`"""
     low, high = (1e3 * seconds for seconds in advice["gain_s_band"])
     shares = " to ".join(f"{100 * share:.0f}" for share in advice["gain_share_band"])
-    return f"{low:.1f} to {high:.1f} ms, {shares} % of the step"
+    return f"{three_digits(low)} to {three_digits(high)} ms, {shares} % of the step"

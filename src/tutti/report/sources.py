@@ -131,7 +131,7 @@ def _read_file(path: Path, sources: ReportSources) -> None:
         content = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON ({error}). Use {ACCEPTED}.") from None
     if not _add_result(path, content, sources):
         raise UsageError(f"{path} has no tutti `schema`. Use {ACCEPTED}.")

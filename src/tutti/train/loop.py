@@ -360,6 +360,7 @@ class Trainer:
 
     def _evaluate(self, progress: ProgressReport) -> None:
         self.engine.share_buffers()
+        progress.announce(f"step {self.step}: evaluating on the test set")
         self.score = score = evaluate(
             self.engine, self.test_loader, self.task, self.stepper.example, self.stepper.autocast
         )

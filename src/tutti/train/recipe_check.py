@@ -40,7 +40,7 @@ from tutti.parallel.layout import (
     leave_out,
 )
 from tutti.train.recipe import RECIPES, Architecture, Recipe
-from tutti.train.training_schedule import make_schedule
+from tutti.train.training_schedule import check_numbers, make_schedule
 from tutti.world.errors import UsageError, did_you_mean
 
 _BYTE_DATASETS = ("stdlib", "text", "jsonl", "parquet")  # read as bytes by the model gpt
@@ -52,13 +52,19 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
     """Raise UsageError if the recipe cannot run on `ranks` ranks; device: cpu or cuda."""
     schedule = make_schedule(recipe, ranks, MANY_SAMPLES)  # checks numbers, layout and batch
     _check_cuda_graph(recipe, ranks, device)
-    _check_model(recipe)
-    _check_dataset(recipe)
+    check_model_and_data(recipe, schedule.layout, schedule.rank_batch, device)
     check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
     check_engine(recipe.engine, schedule.layout)
     _check_layout(recipe, schedule.layout, schedule.accumulation)
+
+
+def check_model_and_data(recipe: Recipe, layout: Layout, rank_batch: int, device: str) -> None:
+    """Raise UsageError if the model or the dataset cannot exist, or is larger than the memory."""
+    check_numbers(recipe)
+    check_model(recipe)
+    _check_dataset(recipe)
     if device == "cpu":
-        _check_memory(recipe, schedule.layout, schedule.rank_batch)
+        _check_memory(recipe, layout, rank_batch)
 
 
 def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
@@ -153,7 +159,8 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
 # -- model and dataset: names, functions, files ----------------------------------------------------
 
 
-def _check_model(recipe: Recipe) -> None:
+def check_model(recipe: Recipe) -> None:
+    """Raise UsageError if there is no such model, or if it does not fit the recipe."""
     model = recipe.model
     if model == "own":
         raise UsageError("--recipe own needs your model: add --model package.module:function")
@@ -231,6 +238,9 @@ def _check_dataset(recipe: Recipe) -> None:
         check_files(kind, path, data.download)
     except DataError as error:
         raise UsageError(f"--dataset {data.dataset}: {error}") from None
+    except OSError as error:
+        reason = f"{error.strerror}. Check the path and its permissions."
+        raise UsageError(f"--data-dir {data.data_dir}: {reason}") from None
     if data.dataset == "digits" and data.pixels < 8:
         raise UsageError(f"--pixels must be at least 8 for digits, got {data.pixels}")
     if data.workers and data.data_on_device:

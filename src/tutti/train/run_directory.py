@@ -3,15 +3,19 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.machine.environment import describe_environment
-from tutti.measure.files import write_atomically
+from tutti.measure.files import check_output_folder, write_atomically
+from tutti.models.config import GPTConfig
 from tutti.models.pretrained import copy_side_files, split_source
+from tutti.train.recipe import Recipe, read_recipe
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,12 +48,7 @@ class RunDirectory:
                 f"--resume: there is no run in {self.path}{problem}. Check --out, or leave out "
                 "--resume to begin a run."
             )
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"--out {self.path} is a file: choose another directory")
-        existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            problem = "cannot be written" if existing.is_dir() else "is a file"
-            raise UsageError(f"--out {self.path}: {existing} {problem}: choose another directory")
+        check_output_folder(self.path)
         if not resume and self.path.exists() and any(self.path.iterdir()):
             raise UsageError(
                 f"--out {self.path} exists and is not empty: add --resume to continue that run, or "
@@ -98,6 +97,54 @@ class RunDirectory:
                 "world": {"size": world.size, "nodes": world.nodes, **world.row()},
                 "git": _git_state(),
             },
+        )
+
+
+_STEP = re.compile(r"step-([0-9]{8,})", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def saved_steps(directory: str | Path) -> list[int]:
+    """Return the steps with a complete checkpoint, oldest first. Nothing is verified."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+
+def read_trained_run(path: Path, step: int | None) -> Recipe:
+    """Return the recipe of a run. Raise UsageError if there is no checkpoint (of `step`)."""
+    if not (path / "recipe.toml").is_file():
+        problem = "has no recipe.toml" if path.is_dir() else "does not exist"
+        raise UsageError(f"--run {path} {problem}: give the --out directory of tutti train")
+    steps = saved_steps(path / "checkpoints")
+    if not steps:
+        raise UsageError(f"--run {path} has no checkpoint yet: wait for the first checkpoint")
+    if step is not None and step not in steps:
+        existing = ", ".join(map(str, steps))
+        raise UsageError(f"{path} has no checkpoint of --step {step}: use {existing}")
+    recipe = read_recipe(str(path / "recipe.toml"))
+    if recipe.model.startswith("hf:") and (path / "model").is_dir():
+        recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the folder may have moved
+    return recipe
+
+
+def check_generates_text(recipe: Recipe, path: Path) -> None:
+    """Raise UsageError unless the model of a run continues text."""
+    if recipe.model != "gpt" or not isinstance(recipe.architecture, GPTConfig):
+        raise UsageError(
+            f"--prompt needs a gpt, but {path} is a {recipe.model}: leave out --prompt to predict "
+            "the dataset"
+        )
+    if recipe.data.dataset == "tokens":
+        raise UsageError(
+            f"--prompt needs bytes, but {path} was trained on tokens: use a model that was "
+            "trained on bytes (--dataset stdlib or text)"
         )
 
 

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from tutti import comm
+from tutti.measure.units import three_digits
 from tutti.models.config import GPTConfig
 from tutti.world.world import World
 
@@ -282,7 +283,8 @@ class Throughput:
             self._samples += samples
             self._seconds += status.seconds
             self.samples_per_s = self._samples / self._seconds
-        text = f"{rate:,.0f} samples/s  {1000 * status.seconds / len(status.losses):.1f} ms/step"
+        step_ms = three_digits(1000 * status.seconds / len(status.losses))
+        text = f"{rate:,.0f} samples/s  {step_ms} ms/step"
         if self._token_flops is None:
             return text
         mfu = self._mfu(rate)
@@ -370,6 +372,9 @@ class Stragglers:
 _LINE_SECONDS = 5.0
 
 
+_BAR_WIDTH = 20  # columns; of 80 columns, about 40 are left for loss and speed
+
+
 class ProgressReport:
     """Shows step, loss and speed on rank 0: a bar on a terminal, otherwise a line every 5 s."""
 
@@ -382,10 +387,10 @@ class ProgressReport:
         if shown and sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("train"),
-                BarColumn(),
+                BarColumn(_BAR_WIDTH),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[text]}"),
                 console=self._console,
             )
             self._task = self._bar.add_task("train", total=steps, completed=first, text="")
@@ -393,10 +398,26 @@ class ProgressReport:
 
     def show(self, step: int, text: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text)
+            self._bar.update(self._task, completed=step, text=self._fitted(text))
         elif self._shown and (time.monotonic() >= self._next_line or step == self._steps):
             print(f"step {step}/{self._steps}: {text}", file=sys.stderr, flush=True)
             self._next_line = time.monotonic() + _LINE_SECONDS
+
+    def announce(self, text: str) -> None:
+        """Tell what begins after the last step that was shown."""
+        if self._bar is not None:
+            self._bar.update(self._task, text=self._fitted(text))
+        elif self._shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def _fitted(self, text: str) -> str:
+        """Return as many parts of the text as fit beside the bar, so that rich shortens nothing."""
+        count = 2 * len(str(self._steps)) + 1
+        width = self._console.width - len("train") - _BAR_WIDTH - count - len("0:00:00") - 4
+        parts = text.split("  ")
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        return "  ".join(parts)
 
     def print(self, text: str) -> None:
         if self._shown:

@@ -76,7 +76,7 @@ class TrainingSchedule:
 def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
     """Derive the schedule of a recipe. Raise UsageError if values contradict each other."""
     batching, length = recipe.batching, recipe.length
-    _check_numbers(recipe)
+    check_numbers(recipe)
     layout = layout_of(recipe.parallel.layout, ranks)
     _check_layout(recipe, layout)
     data_ranks = layout.data_ranks
@@ -207,7 +207,7 @@ _LARGEST_SEED = 2**63 - 1
 _MAX_WORKERS = 1024  # processes of one rank
 
 
-def _check_numbers(recipe: Recipe) -> None:
+def check_numbers(recipe: Recipe) -> None:
     """Refuse numbers outside their range. NaN fails every comparison, so it is also refused."""
     o, batching, length, data = recipe.optimization, recipe.batching, recipe.length, recipe.data
     for section in asdict(recipe).values():

@@ -20,6 +20,7 @@ from tutti.machine.hardware_catalogue import Figure, figure
 from tutti.measure.spread import relative_mad, round_significant
 from tutti.measure.units import format_size, three_digits
 from tutti.world.exchange import gather_json
+from tutti.world.rank_cases import Cases
 from tutti.world.world import World
 
 Row = dict[str, Any]
@@ -49,6 +50,7 @@ class BandwidthBench:
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
     complete: bool = False  # whether every part was measured
+    cases: Cases = field(default_factory=lambda: Cases(None))
     save: Callable[[], None] = lambda: None
     """Called after each pass, operation and copy, on the rank that writes files."""
 
@@ -107,6 +109,7 @@ class BandwidthBench:
                 for root in ranks:
                     flows = tuple((root, rank) for rank in ranks if rank != root)
                     traffic.append(Traffic("one to all", flows, size))
+        traffic = [entry for entry in traffic if entry.name not in self.cases.crashed]
         if not traffic:
             return
         seconds = len(traffic) * self.budget
@@ -121,8 +124,10 @@ class BandwidthBench:
             self._update_rows(traffic)
             self.save()
 
-        self.stopped = not meter.run(traffic, self.progress, after_pass)
-        self._update_rows(traffic)
+        try:
+            self.stopped = not meter.run(traffic, self.progress, after_pass, cases=self.cases)
+        finally:
+            self._update_rows(traffic)
         # Measure slow pairs again. A pair that was slow only because of a temporary disturbance is
         # fast in a later pass; a slow link is slow in every pass.
         for _ in range(_RETRIES):
@@ -132,7 +137,8 @@ class BandwidthBench:
             if self.stopped or not again:
                 return
             self.progress(f"measuring {len(slow)} slow pairs of {len(self.pairs)} again")
-            self.stopped = not meter.run(again, self.progress, after_pass, _PASSES_PER_RETRY)
+            passes = _PASSES_PER_RETRY
+            self.stopped = not meter.run(again, self.progress, after_pass, passes, cases=self.cases)
             self._update_rows(traffic)
 
     def _update_rows(self, traffic: Sequence[Traffic]) -> None:
@@ -197,7 +203,7 @@ class BandwidthBench:
             self.progress(f"{op} with {', '.join(backend.name for backend in backends)}")
             sweep = Sweep(backends, self.control, world, self.budget, rows=getattr(self, part))
             groups = case_groups(op, sizes, torch.float32, world)
-            sweep.run(groups, lambda rows: self.save())
+            sweep.run(groups, lambda rows: self.save(), self.cases)
             self.stopped = sweep.stopped
             for skip in sweep.skipped:
                 self.skipped.append({"name": f"{op}, {skip['backend']}", "reason": skip["reason"]})

@@ -25,6 +25,8 @@ from tutti.bench.rank_control import RankControl
 from tutti.machine.hardware_catalogue import accelerator, figure, link
 from tutti.measure.spread import relative_mad
 from tutti.measure.timing import time_total
+from tutti.measure.units import format_size
+from tutti.world.rank_cases import Cases
 
 PASSES = 5
 # Messages in flight at the same time, so that the bandwidth of the link is measured and not the
@@ -51,6 +53,12 @@ class Traffic:
     # For each flow, the seconds per message in each pass, and the number of wrong bytes.
     seconds: dict[Flow, list[float]] = field(default_factory=dict)
     wrong: dict[Flow, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the case, such as `one way 0→1 of 16M`."""
+        flows = ", ".join(f"{src}→{dst}" for src, dst in self.flows)
+        return f"{self.kind} {flows} of {format_size(self.bytes)}"
 
     def speeds(self, flow: Flow) -> list[float]:
         """Return the speeds of a flow in each pass in GB/s, in ascending order."""
@@ -96,8 +104,10 @@ class TrafficMeter:
         progress: Callable[[str], None],
         after_pass: Callable[[], None] = lambda: None,
         passes: int = PASSES,
+        cases: Cases | None = None,
     ) -> bool:
         """Measure all traffic in interleaved passes. Return False if a rank received a signal."""
+        cases = cases or Cases(None)
         printed = time.monotonic()
         for number in range(passes):
             for position, traffic in enumerate(all_traffic):
@@ -107,7 +117,8 @@ class TrafficMeter:
                     where = f"{traffic.kind}, {position + 1} of {len(all_traffic)}"
                     progress(f"pass {number + 1} of {passes}: {where}")
                     printed = time.monotonic()
-                self._measure(traffic)
+                with cases.running(traffic.name, self._rank):
+                    self._measure(traffic)
             after_pass()
         return True
 

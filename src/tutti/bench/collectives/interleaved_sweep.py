@@ -15,6 +15,8 @@ from tutti.comm.path_selection import Measured
 from tutti.measure.collective_bandwidth import bandwidth
 from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back, time_isolated
+from tutti.measure.units import format_size
+from tutti.world.rank_cases import Cases
 from tutti.world.world import World
 
 _LONG_CALL_SECONDS = 0.02  # if calls are longer, fewer rounds are enough
@@ -59,15 +61,29 @@ class Sweep:
     complete: bool = False  # whether every case was measured
 
     def run(
-        self, groups: Iterable[Sequence[CollectiveCase]], report: Callable[[list[Row]], None]
+        self,
+        groups: Iterable[Sequence[CollectiveCase]],
+        report: Callable[[list[Row]], None],
+        cases: Cases | None = None,
     ) -> None:
-        """Measure all cases. After each group, `report` is called with the rows of the group."""
+        """Measure all cases. After each group, `report` is called with the rows of the group.
+
+        `cases` has the groups that earlier ranks have measured, and those that crashed.
+        """
+        cases = cases or Cases(None)
         for group in groups:
-            rows = [row for case in group for row in self._measure(case)]
-            self.rows += rows
-            report(rows)
-            if self.stopped:
-                return
+            name = f"{group[0].operation.name} of {format_size(group[0].bytes)}"
+            if name in cases.rows:
+                self.rows += cases.rows[name]["rows"]
+            elif name not in cases.crashed:
+                with cases.running(name, self.world.rank):
+                    rows = [row for case in group for row in self._measure(case)]
+                self.rows += rows
+                report(rows)
+                if self.stopped:
+                    return
+                if self.world.is_first:
+                    cases.add_row(name, {"rows": rows})
         self.complete = True
 
     def planned_rows(self, groups: Iterable[Sequence[CollectiveCase]]) -> list[Row]:

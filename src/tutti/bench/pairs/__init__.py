@@ -146,7 +146,7 @@ def _entries_in(file: Path) -> Iterator[PairEntry]:
     module: Any = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         raise UsageError(f"--file {file}: {type(error).__name__}: {error}") from error
     factories = getattr(module, "PAIRS", None)
     if not isinstance(factories, list) or not factories or not all(map(callable, factories)):

@@ -26,6 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tutti.parallel.mesh import Box
+from tutti.train.run_directory import saved_steps as saved_steps
+from tutti.train.run_directory import step_name as step_name
 
 SCHEMA = "tutti.checkpoint/1"
 INDEX = "index.json"
@@ -42,7 +44,6 @@ DTYPES = {
 # fmt: on
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_STEP = re.compile(r"step-([0-9]{8,})", re.ASCII)
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (index\.json|rank[0-9]{1,9}\.safetensors)", re.ASCII)
 _MAX_TEXT_BYTES = 1 << 30
 
@@ -87,22 +88,8 @@ class Index(TypedDict):
     tensors: dict[str, SavedTensor]
 
 
-def step_name(step: int) -> str:
-    """Return the name of the directory of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
 def tensor_file_name(rank: int) -> str:
     return f"rank{rank}.safetensors"
-
-
-def saved_steps(directory: str | Path) -> list[int]:
-    """Return the steps with a complete checkpoint, oldest first. Nothing is verified."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
 def write_index(folder: Path, index: Index) -> None:
