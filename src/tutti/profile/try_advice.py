@@ -19,7 +19,12 @@ from tutti.world.errors import UsageError
 
 PAIRS = 5
 # A run skips the first steps and times the following ones: as many as take about two seconds.
-_SKIPPED_STEPS, _MIN_STEPS, _MAX_STEPS, _TIMED_SECONDS = 5, 20, 100, 2.0
+# A program that takes fewer steps is timed with the lowest number.
+_SKIPPED_STEPS, _MIN_STEPS, _MAX_STEPS, _TIMED_SECONDS = 5, 20, 60, 2.0
+
+
+class _TooFewStepsError(UsageError):
+    pass
 
 
 def choose_advice(rows: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
@@ -44,6 +49,17 @@ def try_change(
     `step_s` is the expected time of a step. Traces and the output of the program go to `folder`.
     """
     steps = min(_MAX_STEPS, max(_MIN_STEPS, math.ceil(_TIMED_SECONDS / step_s)))
+    try:
+        return _run_pairs(command, change, steps, folder, pairs)
+    except _TooFewStepsError:
+        if steps == _MIN_STEPS:
+            raise
+        return _run_pairs(command, change, _MIN_STEPS, folder / "fewer-steps", pairs)
+
+
+def _run_pairs(
+    command: Sequence[str], change: Mapping[str, Any], steps: int, folder: Path, pairs: int
+) -> dict[str, Any]:
     flags = change.get("flags", {})
     changes = {name: value for name, value in change.items() if name != "flags"}
     variants = {
@@ -146,15 +162,18 @@ def _time_steps(command: Sequence[str], changes: dict[str, Any], steps: int, fol
         "stop": True,
         "changes": changes,
     }
+    if list(command[1:4]) == ["-m", "tutti", "train"]:  # a run directory can be used once
+        command = with_flags(command, {"--out": str(folder / "run")})
     log = folder / "output.txt"
     with log.open("w") as output:
         code = run_captured(command, settings, output)
     if code in (130, 143):
         raise KeyboardInterrupt
-    kind = "with the change" if changes else "without a change"
     if code:
+        kind = folder.name.partition("-")[2]  # with or without
         raise UsageError(
-            f"--try-advice: the program ended with code {code} {kind}. See its output in {log}."
+            f"--try-advice: the program {kind} the change ended with code {code}. See its output "
+            f"in {log}."
         )
     times: list[float] = []
     for path in (folder / "traces").glob("rank*"):
@@ -163,7 +182,7 @@ def _time_steps(command: Sequence[str], changes: dict[str, Any], steps: int, fol
             pass
         times += (file.metadata.get("tutti") or {}).get("step_s", [])[_SKIPPED_STEPS:]
     if not times:
-        raise UsageError(
+        raise _TooFewStepsError(
             f"--try-advice times {steps} steps after {_SKIPPED_STEPS} others, but the program took "
             f"fewer. Train longer. Its output is in {log}."
         )
