@@ -162,10 +162,6 @@ class ProfiledRun:
         kind = (operation, axis)
         return [call for call in self.matched if (call.first.operation, call.first.axis) == kind]
 
-    def argument(self, kind: str, text: str, constructed_at: str | None) -> str:
-        """Return the argument of a constructor to set, and where the program calls it."""
-        return f"{kind}({text})" + (f" in {constructed_at}" if constructed_at else "")
-
 
 def advise(run: ProfiledRun) -> list[Advice]:
     """Return all advice worth trying, the largest gain first.
@@ -251,6 +247,11 @@ def _scaled(values: Sequence[float], *factors: float) -> list[list[float]]:
     return [[value * factor for value in values] for factor in factors]
 
 
+def _argument(kind: str, text: str, constructed_at: str | None) -> str:
+    """Return the argument of a constructor to set, and where the program calls it."""
+    return f"{kind}({text})" + (f" in {constructed_at}" if constructed_at else "")
+
+
 def _ddp_change(
     run: ProfiledRun, ddp: dict[str, Any], argument: str, value: Any, flag: str
 ) -> tuple[str, dict[str, Any]]:
@@ -259,7 +260,7 @@ def _ddp_change(
     if run.is_tutti:
         return flag, {"flags": {name: given or None}}
     where = ddp.get("constructed_at")
-    return run.argument("DistributedDataParallel", f"{argument}={value}", where), {
+    return _argument("DistributedDataParallel", f"{argument}={value}", where), {
         "ddp": {argument: value}
     }
 
@@ -439,7 +440,7 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
     yield _advice(run, "grouping", _scaled(gains, 0.7, 1.0), count=count, size=size)
 
 
-def _gathers(run: ProfiledRun, backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
+def _gathers(backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
     """Return a function that returns the all-gathers of forward or of backward in a step."""
 
     def gathers(trace: RankTrace, step: Step) -> list[Collective]:
@@ -457,7 +458,7 @@ def _gathers(run: ProfiledRun, backward: bool) -> Callable[[RankTrace, Step], li
 def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice to keep the parameters of FSDP2 units between forward and backward."""
     units = [unit for unit in run.program.get("fsdp") or [] if unit["reshard_after_forward"]]
-    gathers = _gathers(run, backward=True)
+    gathers = _gathers(backward=True)
     more = sum(unit["bytes"] for unit in units)
     memory = run.device_memory()
     free = min((device * _MEMORY_FULL - used for used, device in memory), default=0)
@@ -491,7 +492,7 @@ def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
         return
     if run.is_tutti or not all(trace.on_device for trace in run.traces):
         return
-    gathers = _gathers(run, backward=False)
+    gathers = _gathers(backward=False)
 
     def hideable(trace: RankTrace, step: Step) -> float:
         """Return the exposed time of each gather that the computation before could hide."""
@@ -619,7 +620,7 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
     wait = waits[late["rank"]] if late is not None and by_input else fmean(waits.values())
     time = f"{1e3 * wait:.1f} ms per step ({_percent(wait / run.step_s)})"
     sites = [loader.get("constructed_at") for loader in loaders]
-    cure = run.argument("DataLoader", f"num_workers={count}", next(filter(None, sites), None))
+    cure = _argument("DataLoader", f"num_workers={count}", next(filter(None, sites), None))
     change: dict[str, Any] = {"loader": {"num_workers": count, "persistent_workers": True}}
     if run.is_tutti:
         cure, change = f"--workers {count}", {"flags": {"--workers": str(count)}}
