@@ -59,7 +59,8 @@ def test_combined_parts_add_up_to_the_mean_step_and_waiting_does_not_shrink(
 
     mean = sum(sum(each.values()) for each in parts) / len(parts)
     assert sum(combined.values()) == pytest.approx(mean)
-    assert combined["wait"] >= sum(each["wait"] for each in parts) / len(parts) - 1e-9
+    lost = combined["wait"] + combined["input"] - min(each["input"] for each in parts)
+    assert lost >= sum(each["wait"] for each in parts) / len(parts) - 1e-9
 
 
 def _step(seconds: float, **parts: float) -> MeasuredStep:
@@ -76,6 +77,16 @@ def test_the_excess_of_a_slower_rank_counts_as_waiting_in_full() -> None:
     assert combined["wait"] == pytest.approx(0.06)
     assert combined["host_gap"] == 0
     assert combined["compute"] == pytest.approx(0.1)
+
+
+def test_waiting_for_a_rank_that_waits_for_input_is_input() -> None:
+    """Both loaders take 60 ms, but rank 0 finds its batch because it waited for rank 1."""
+    zero = dict.fromkeys(RECORDED, 0.0)
+    combined = combine_ranks(
+        [zero | {"compute": 0.1, "wait": 0.06}, zero | {"compute": 0.1, "input": 0.06}]
+    )
+
+    assert (combined["input"], combined["wait"]) == pytest.approx((0.06, 0.0))
 
 
 def test_every_part_that_grows_is_a_cause() -> None:

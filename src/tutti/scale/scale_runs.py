@@ -404,11 +404,14 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the parts of one step over all ranks. Their sum is the mean step time.
 
     Each rank's own work is taken from the fastest rank, and any excess on slower ranks is counted
-    as waiting. If the mean over ranks were used, a part of the excess would count as compute.
-    Compute includes hidden communication.
+    as waiting. If the mean over ranks were used, a part of the excess would count as compute. But
+    waiting for a rank that waits for input counts as input. If all data loaders are slow, only one
+    rank finds its batch late, and the others wait for this rank instead of their loaders. Compute
+    includes hidden communication. `pause` is the part of the gaps that recording does not lengthen.
     """
     own_parts = ("compute", "hidden", "input", "host_gap", "pause", "rest")
-    fastest = min(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
+    by_own_work = sorted(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
+    fastest, slowest = by_own_work[0], by_own_work[-1]
     length = fmean(sum(parts.values()) for parts in ranks)
     combined = {
         "compute": fastest["compute"] + fastest["hidden"],
@@ -416,6 +419,9 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "bubble": fmean(parts["bubble"] for parts in ranks),
         **{name: fastest[name] for name in ("input", "host_gap", "pause", "rest")},
     }
+    wait = length - sum(combined.values())
+    late_input = min(max(0.0, slowest["input"] - fastest["input"]), wait)
+    combined["input"] += max(0.0, late_input)
     return combined | {"wait": length - sum(combined.values())}
 
 

@@ -111,7 +111,8 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name in row["named"][:1]:
         yield "{}: {}".format(*_CAUSES[name])
     late, slow = row["late"], row["slow_steps"]
-    if late and "wait" in row["named"] and late["excess"]["seconds"] >= 5e-5:
+    cause_of_late = "input" if late and late["excess"]["part"] == "input" else "wait"
+    if late and cause_of_late in row["named"] and late["excess"]["seconds"] >= 5e-5:
         yield f"rank {late['rank']} {excess_text(late['excess'])} than the others"
     if slow and "slow_steps" in row["named"]:
         often = f"{slow['steps']} of {slow['of_steps']} steps"
