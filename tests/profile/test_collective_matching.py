@@ -54,3 +54,15 @@ def test_two_hosts_without_common_collectives_are_compared_through_a_third_host(
     assert applied == pytest.approx([0, -5e-3, -8e-3, 0])
     assert explanation.clocks[3].measured_s is None
     assert any("the clock of n3 cannot be compared" in note for note in explanation.notes)
+
+
+def test_ranks_of_one_kernel_share_a_clock_even_if_one_always_leaves_late(tmp_path: Path) -> None:
+    """Rank 1 leaves each collective 5 ms late, for example because it waits for a core."""
+    files = []
+    for rank in range(2):
+        events = [step(0), _pair_sum("[0, 1]", 100, 300 + 5000 * rank, 0)]
+        files.append(write(tmp_path, rank, events, tutti={"rank": rank, "kernel": "a"}))
+
+    clocks = explain(files).clocks
+
+    assert [clock.applied_s for clock in clocks] == [0, 0]
