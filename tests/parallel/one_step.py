@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tutti.models import GPT, GPTConfig
 from tutti.parallel.engine import Engine
 from tutti.parallel.tensor import loss_context
-from tutti.train.step import Task
+from tutti.train.task import Task
 
 TOLERANCE = 1e-12
 SAMPLES, MICROBATCHES = 8, 2
@@ -39,7 +39,7 @@ def some_tokens(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_step(
     model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = TASK.loss_sum(model(inputs), targets) / targets.numel()
+    loss = TASK.loss_sums(model(inputs), targets)[0] / targets.numel()
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients
@@ -57,7 +57,7 @@ def step_of(
     with loss_context(engine.mesh.layout.tp > 1):
         loss = engine.run(
             parts,
-            lambda outputs, labels: TASK.loss_sum(outputs, labels) / total,
+            lambda outputs, labels: TASK.loss_sums(outputs, labels)[0] / total,
             example=inputs[:1],
         )
     torch.distributed.all_reduce(loss)

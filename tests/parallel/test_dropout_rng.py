@@ -19,7 +19,7 @@ from tutti.parallel.engine import Engine
 from tutti.parallel.layout import ParallelOptions, Recompute
 from tutti.parallel.tensor import loss_context
 from tutti.train.checkpoint.training_state import rng_state, set_rng_state
-from tutti.train.step import Task
+from tutti.train.task import Task
 from worlds import in_world
 
 TASK = Task()
@@ -105,7 +105,8 @@ def _step(engine: Engine) -> Masks:
     SEEN.clear()
     tokens = torch.arange(4 * LENGTH, device=engine.world.device).view(4, LENGTH) % WORDS
     with loss_context(engine.mesh.layout.tp > 1):
-        engine.run([(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])], TASK.loss_sum)
+        parts = [(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])]
+        engine.run(parts, lambda outputs, targets: TASK.loss_sums(outputs, targets)[0])
     return {where: list(masks) for where, masks in SEEN.items()}
 
 

@@ -26,7 +26,7 @@ from tutti.parity.single_device import (
     random_samples,
     train_single_device,
 )
-from tutti.train.step import check_outputs
+from tutti.train.task import class_dim
 
 CPU = torch.device("cpu")
 DP1, DP2 = Layout(), Layout(dp=2)
@@ -133,7 +133,7 @@ def test_nan_at_the_same_places_is_equal_only_in_buffers() -> None:
     [
         ({"logits": torch.zeros(2, 3)}, torch.zeros(2).long(), 'outputs["logits"]'),
         ((torch.zeros(2, 3), None), torch.zeros(2).long(), "tuple of Tensor, NoneType"),
-        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4).long(), "outputs.movedim(1, -1)"),
+        (torch.zeros(2, 3, 4, 5), torch.zeros(2, 5, 4).long(), "in dim 1"),
         (torch.zeros(2, 3), torch.zeros(2), "targets.long()"),
         (torch.zeros(2), torch.zeros(2).long(), "one logit per class"),
     ],
@@ -142,9 +142,12 @@ def test_outputs_that_are_no_logits_are_refused_with_a_cure(
     outputs: object, targets: torch.Tensor, cure: str
 ) -> None:
     with pytest.raises(UsageError) as error:
-        check_outputs(outputs, targets, "mine:net")
+        class_dim(outputs, targets, "mine:net")
     assert cure in str(error.value) and "\n" not in str(error.value)
-    check_outputs(torch.zeros(2, 4, 4, 3), torch.zeros(2, 4, 4).long(), "mine:net")
+    for shape, dim in (((2, 4, 5, 3), 3), ((2, 3, 4, 5), 1), ((2, 4, 4, 4), 1), ((2, 4, 5), 2)):
+        right = torch.zeros(2, 4, 5)[..., : shape[-1]] if dim < 3 else torch.zeros(2, 4, 5)
+        right = right[:, :, 0] if len(shape) == 3 else right
+        assert class_dim(torch.zeros(shape), right.long(), "mine:net") == dim
 
 
 def test_a_tied_parameter_has_one_name_and_its_own_role() -> None:

@@ -43,7 +43,7 @@ def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
     for sampling, batch in ((Sampling(1.0, 40, seed=1), 1), (Sampling(0), 3)):
         done = generator.run(PROMPTS, TOKENS, batch, sampling)
         texts.append([list(astuple(each)) for completions in done for each in completions])
-    return [lines, [score.loss, score.accuracy, score.count], texts]
+    return [lines, [score.loss, score.metric, score.count], texts]
 
 
 @pytest.fixture(scope="module")

@@ -189,11 +189,12 @@ def _predict_dataset(
     def execute() -> dict[str, Any]:
         score = predictor.run(out)
         if world.is_first:
-            accuracy = f"{split} accuracy {100 * score.accuracy:.2f} %"
+            accuracy = f"{split} {score.describe()}"
             print(f"{accuracy}, {split} loss {score.loss:.4f}")
             print(f"{predictor.count:,} predictions are in {out}")
         counts = {"step": predictor.loaded.step, "split": split, "samples": predictor.count}
-        return {**counts, **asdict(score), "out": str(out)}
+        scores = {"loss": score.loss, "accuracy": score.metric, "count": score.count}
+        return {**counts, **scores, "out": str(out)}
 
     return execute
 

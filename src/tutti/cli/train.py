@@ -280,9 +280,13 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
         print(f"stopped by a signal at step {summary['steps']}, with a checkpoint. To continue:")
         print(f"  tutti train --resume --out {directory} --ranks {summary['world']['size']}")
         return
-    if summary["test_accuracy"] is not None:
-        accuracy = f"test accuracy {100 * summary['test_accuracy']:.2f} %"
-        print(f"{accuracy}, test loss {summary['test_loss']:.4f}")
+    if summary["test_loss"] is not None:
+        name = summary["metric"]
+        value = summary.get(f"test_{name}")
+        text = "" if value is None else f"test {name} {value:.4g}, "
+        if name == "accuracy" and value is not None:
+            text = f"test accuracy {100 * value:.2f} %, "
+        print(f"{text}test loss {summary['test_loss']:.4f}")
     rate = summary["samples_per_s"]
     speed = "" if rate is None else f", {rate:,.0f} samples/s"
     print(f"{summary['steps']} steps, final training loss {summary['final_loss']:.4f}{speed}")

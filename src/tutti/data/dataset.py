@@ -15,12 +15,19 @@ from torch.utils.data import Dataset as MapDataset
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from tutti.data import DataError
+from tutti.data.nested import Nested, count_rows, describe, is_nested, map_tensors, tensors_of
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Nested, Nested]
+"""Inputs and targets."""
+Collate = Callable[[list[Any]], Any]
+"""A list of samples → (inputs, targets)."""
 
 
 class Samples(ABC):
-    """A fixed number of (input, target) samples. Subclass it for your own data."""
+    """A fixed number of (input, target) samples. Subclass it for your own data.
+
+    Inputs and targets are tensors, or dicts, tuples or lists of tensors.
+    """
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -29,7 +36,7 @@ class Samples(ABC):
     def fetch(self, indices: Tensor) -> Pair:
         """Return the samples at `indices` (1-D, int64, possibly empty), stacked along dim 0."""
 
-    def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
+    def prepare(self, inputs: Nested, targets: Nested) -> Pair:
         """Convert a fetched batch to the model's input on its device. It must be deterministic."""
         return inputs, targets
 
@@ -44,28 +51,36 @@ class Samples(ABC):
 
 
 class TensorSamples(Samples):
-    """Samples held in memory as two tensors: sample i is `inputs[i]`, `targets[i]`."""
+    """Samples held in memory as tensors: sample i is row i of `inputs` and of `targets`."""
 
     def __init__(
-        self, inputs: Tensor, targets: Tensor, transform: Callable[[Tensor], Tensor] | None = None
+        self, inputs: Nested, targets: Nested, transform: Callable[[Any], Any] | None = None
     ) -> None:
-        if len(inputs) != len(targets):
-            raise DataError(f"there are {len(inputs)} inputs but {len(targets)} targets")
+        for kind, value in (("inputs", inputs), ("targets", targets)):
+            for tensor in tensors_of(value):
+                if len(tensor) != count_rows(inputs):
+                    raise DataError(
+                        f"there are {count_rows(inputs)} inputs but {len(tensor)} {kind}"
+                    )
         self.inputs, self.targets, self.transform = inputs, targets, transform
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return count_rows(self.inputs)
 
     def fetch(self, indices: Tensor) -> Pair:
-        return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
+        inputs, targets = map_tensors(
+            lambda tensor: tensor.index_select(0, indices), (self.inputs, self.targets)
+        )
+        return inputs, targets
 
-    def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
+    def prepare(self, inputs: Nested, targets: Nested) -> Pair:
         return (self.transform(inputs) if self.transform else inputs), targets
 
     def to(self, device: torch.device) -> Self:
         """Copy the samples to `device` and prepare them once; `fetch` is then a single gather."""
         try:
-            inputs, targets = self.prepare(self.inputs.to(device), self.targets.to(device))
+            pair = map_tensors(lambda tensor: tensor.to(device), (self.inputs, self.targets))
+            inputs, targets = self.prepare(*pair)
         except torch.OutOfMemoryError as error:
             raise DataError(
                 f"{len(self)} samples do not fit into {device}: leave out --data-on-device"
@@ -76,13 +91,13 @@ class TensorSamples(Samples):
 class MapSamples(Samples):
     """A torch map-style dataset: `dataset[i]` returns (input, target); `collate` stacks them.
 
+    Input and target may be dicts, tuples or lists of tensors.
+
     The state of random transforms is not saved: a resumed run has the same samples, but different
     random transforms.
     """
 
-    def __init__(
-        self, dataset: MapDataset[Any], collate: Callable[[list[Any]], Any] = default_collate
-    ) -> None:
+    def __init__(self, dataset: MapDataset[Any], collate: Collate = default_collate) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{type(dataset).__name__} cannot be divided among ranks, because it has no length "
@@ -96,20 +111,23 @@ class MapSamples(Samples):
     def fetch(self, indices: Tensor) -> Pair:
         positions = indices.tolist()
         if not positions:  # collate needs a sample to find the shape and dtype of an empty batch
-            inputs, targets = self.fetch(torch.zeros(1, dtype=torch.int64))
-            return inputs[:0], targets[:0]
+            first = self.fetch(torch.zeros(1, dtype=torch.int64))
+            inputs, targets = map_tensors(lambda tensor: tensor[:0], first)
+            return inputs, targets
         fetch_many = getattr(self.dataset, "__getitems__", None)
         samples = fetch_many(positions) if fetch_many else [self.dataset[i] for i in positions]
         pair = self.collate(samples)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        if not is_pair or not all(
-            isinstance(part, Tensor) and len(part) == len(positions) for part in pair
+        valid = is_pair and all(is_nested(part) for part in pair)
+        if not valid or any(
+            tensor.dim() == 0 or len(tensor) != len(positions) for tensor in tensors_of(pair)
         ):
             raise DataError(
                 f"{type(self.dataset).__name__}: {len(positions)} samples collate to "
-                f"{_describe(pair)}, expected (inputs, targets): return (input, target) tensors "
-                "from __getitem__, or return tutti.data.MapSamples(dataset, collate) from the "
-                "dataset function, where collate makes (inputs, targets) from a list of samples"
+                f"{describe(pair)}, expected (inputs, targets), each a tensor, or a dict or tuple "
+                "of tensors with one row per sample: return (input, target) from __getitem__, or "
+                "use --collate package.module:function, which makes (inputs, targets) from a list "
+                "of samples"
             )
         return pair[0], pair[1]
 
@@ -128,41 +146,54 @@ class Dataset:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input of the model, after `prepare`, such as (1, 28, 28)."""
-        return tuple(self.train.batch([0])[0].shape[1:])
+        inputs = self.train.batch([0])[0]
+        if not isinstance(inputs, Tensor):
+            raise DataError(
+                f"the inputs of dataset {self.name} are {describe(inputs)}, but a built-in model "
+                "takes one tensor: use --model package.module:function"
+            )
+        return tuple(inputs.shape[1:])
 
 
-def as_samples(data: object) -> Samples:
-    """Convert Samples, a pair of (inputs, targets) tensors or a torch Dataset to Samples."""
-    if isinstance(data, Samples):
-        return data
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return TensorSamples(*data.tensors)
-    if isinstance(data, tuple | list) and [isinstance(part, Tensor) for part in data] == [True] * 2:
-        return TensorSamples(*data)
+def as_samples(data: object, collate: Collate | None = None) -> Samples:
+    """Convert Samples, a pair (inputs, targets) of tensors or a torch Dataset to Samples.
+
+    `collate` makes (inputs, targets) from a list of samples of a torch Dataset.
+    """
+    if collate is None:
+        if isinstance(data, Samples):
+            return data
+        if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+            return TensorSamples(*data.tensors)
+        is_pair = isinstance(data, tuple | list) and len(data) == 2
+        # A list of two samples is a dataset; a tuple of two is (inputs, targets).
+        parts = cast(Any, data) if is_pair else ()
+        kind: Any = object if isinstance(data, tuple) else Tensor
+        if is_pair and all(is_nested(part) and isinstance(part, kind) for part in parts):
+            return TensorSamples(*parts)
+    elif isinstance(data, Samples | tuple | dict):
+        raise DataError(
+            f"--collate has no effect on a {type(data).__name__}: return a torch map-style Dataset "
+            "or a list of samples, or leave out --collate"
+        )
     if isinstance(data, MapDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        return MapSamples(cast(MapDataset[Any], data))
+        return MapSamples(cast(MapDataset[Any], data), collate or default_collate)
     raise DataError(
-        f"{_describe(data)} is not a dataset: give (inputs, targets) tensors, a torch map-style "
+        f"{describe(data)} is not a dataset: give (inputs, targets) tensors, a torch map-style "
         "Dataset or a tutti.data.Samples"
     )
 
 
-def as_dataset(data: object, name: str) -> Dataset:
+def as_dataset(data: object, name: str, collate: Collate | None = None) -> Dataset:
     """Convert a pair (train, test) to a Dataset. A Dataset is returned unchanged."""
     if isinstance(data, Dataset):
+        if collate is not None:
+            as_samples(data.train, collate)  # raises DataError
         return data
     is_pair = isinstance(data, tuple | list) and len(data) == 2
     if is_pair and not any(isinstance(part, Tensor) for part in cast(Any, data)):
-        train, test = (as_samples(part) for part in cast(Any, data))
+        train, test = (as_samples(part, collate) for part in cast(Any, data))
         return Dataset(name, train, test)
     raise DataError(
-        f"dataset {name} is {_describe(data)}: return a tutti.data.Dataset or a pair (train, test)"
+        f"dataset {name} is {describe(data)}: return a tutti.data.Dataset or a pair (train, test)"
     )
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"Tensor{list(value.shape)}"
-    if isinstance(value, tuple | list) and len(value) <= 4:
-        return f"({', '.join(_describe(part) for part in value)})"
-    return type(value).__name__

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from tutti.data import DataError
 from tutti.data.dataset import Pair, Samples, TensorSamples
+from tutti.data.nested import Nested, count_rows, map_tensors, tensors_of
 from tutti.data.sampler import GlobalSampler, Position
 from tutti.data.split import bounds, even, weighted
 
@@ -39,20 +40,20 @@ class Batch:
     and the rank must still take part in the step's collectives.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Nested
+    targets: Nested
     global_count: int  # samples of the step over all ranks, by which the loss is divided
     start: Position
     after: Position
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Nested]:
         yield self.inputs
         yield self.targets
 
     @property
     def count(self) -> int:
         """The number of samples of this step on this rank."""
-        return len(self.inputs)
+        return count_rows(self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +262,16 @@ class Loader:
         copied = None
         if self._copy_stream:
             # The pinned memory may be freed at once: torch reuses it only after the copy.
-            pair = tuple(  # type: ignore[assignment]
-                t.pin_memory().to(self.device, non_blocking=True) if t.device.type == "cpu" else t
-                for t in pair
+            pair = map_tensors(
+                lambda t: (
+                    t.pin_memory().to(self.device, non_blocking=True)
+                    if t.device.type == "cpu"
+                    else t
+                ),
+                pair,
             )
-        inputs, targets = self.samples.prepare(pair[0].to(self.device), pair[1].to(self.device))
+        pair = map_tensors(lambda t: t.to(self.device), pair)
+        inputs, targets = self.samples.prepare(*pair)
         if self._copy_stream:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copy_stream)
@@ -278,7 +284,7 @@ class Loader:
             # reusing the memory, which belongs to the copy stream, before the step has read it.
             step = torch.cuda.current_stream(self.device)
             step.wait_event(copied)
-            for tensor in batch:
+            for tensor in tensors_of((batch.inputs, batch.targets)):
                 tensor.record_stream(step)
         return batch
 

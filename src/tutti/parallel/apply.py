@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from tutti.data.nested import Nested, describe, tensors_of
 from tutti.parallel.ddp import Ddp, wrap_in_ddp
 from tutti.parallel.engine import Engine, ShardedEngine
 from tutti.parallel.fsdp import shard
@@ -61,7 +62,7 @@ class Techniques:
     """Average gradients over the data ranks, as DDP and FSDP do, instead of summing them."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast context in which steps will run."""
-    example: Tensor | None = None
+    example: Nested = None
     """One real input with its batch dim, which a pipeline needs to compute the cost of layers."""
     microbatch_size: int = 1
     """pp: the number of samples in every microbatch."""
@@ -162,7 +163,7 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
                 )
         splits = options.sequence_parallel and splits_sequence(rules, model)
         if splits and techniques.example is not None:
-            shape = techniques.example.shape
+            shape = tensors_of(techniques.example)[0].shape
             check_sequence(layout.tp, shape[SEQUENCE] if len(shape) > SEQUENCE else 0)
     blocks = repeated_blocks(model)
     if recompute != "none" and not blocks:
@@ -172,6 +173,12 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
         )
     if layout.pp > 1:
         check_techniques(options.pipeline_schedule, techniques.compile, recompute)
+        if not isinstance(techniques.example, Tensor | None):
+            raise UsageError(
+                f"layout {layout}: a pipeline passes one tensor from stage to stage, but the "
+                f"inputs of a batch are {describe(techniques.example)}: use dp, shard or tp "
+                "instead of pp"
+            )
     autocast = techniques.autocast
     if any(isinstance(m, _NormBase) for b in blocks for m in b.modules()):
         autocast = None  # batch norms with 16-bit inputs need float32 weights
@@ -185,7 +192,7 @@ def build_engine(
     parallel: ParallelOptions | None = None,
     *,
     rules: ShardingRules | None = None,
-    example: Tensor | None = None,
+    example: Nested = None,
     microbatches: int = 1,
     microbatch_size: int = 1,
     recompute: Recompute = "none",

@@ -53,8 +53,8 @@ class Ddp(Engine):
             state = _powersgd_state(options.powersgd_rank)
             self.replica.register_comm_hook(state, powersgd_hook)
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.replica(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.replica(*inputs, **named)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         # DDP decides in forward whether backward communicates, so both must run in this context.

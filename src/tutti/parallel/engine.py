@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
 
 from tutti.comm.collectives import all_reduce, broadcast_coalesced
+from tutti.data.nested import Nested, call_with, count_rows, map_tensors, tensors_of
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.rng import seed_training_rng
@@ -31,9 +31,9 @@ from tutti.parallel.tensor import place_gradients
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-Microbatch = tuple[Tensor, Tensor]
+Microbatch = tuple[Nested, Nested]
 """Inputs and targets."""
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Nested], Tensor]
 """(outputs of the model, targets) → the microbatch's part of the mean loss of the step."""
 
 
@@ -81,7 +81,7 @@ class Engine:
         microbatches: Sequence[Microbatch],
         loss_fn: LossFunction,
         *,
-        example: Tensor | None = None,
+        example: Nested = None,
         scale: Callable[[Tensor], Tensor] | None = None,
         clock: StepClock | None = None,
     ) -> Tensor:
@@ -95,13 +95,13 @@ class Engine:
         total = self.zero_loss()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             last = number == len(microbatches)
-            if len(inputs) == 0:  # other ranks have samples, and wait for this rank
+            if count_rows(inputs) == 0:  # other ranks have samples, and wait for this rank
                 assert example is not None
                 self.empty_microbatch(example, last=last)
                 continue
             with self.microbatch(last):
                 with clock.forward() if clock else nullcontext():
-                    loss = loss_fn(self(inputs), targets)
+                    loss = loss_fn(call_with(self, inputs), targets)
                 if last and clock:
                     clock.before_last_backward(loss)
                 self.backward(scale(loss) if scale else loss)
@@ -115,18 +115,18 @@ class Engine:
         return torch.zeros((), dtype=dtype, device=self.world.device)
 
     @torch.no_grad()
-    def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
+    def infer(self, inputs: Nested, example: Nested = None) -> Any:
         """Return the model's outputs for this rank's inputs. Call `model.eval()` first.
 
         The result is None on ranks that do not hold the last layer and on ranks without inputs.
         Ranks without inputs need `example` to take part in collectives. All ranks must call this
         method the same number of times.
         """
-        return self.model(inputs) if len(inputs) else None
+        return call_with(self.model, inputs) if count_rows(inputs) else None
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's outputs for this rank's inputs, in a training step."""
-        return self.forward(*inputs)
+        return self.forward(*inputs, **named)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Return the context of a microbatch. Replicas all-reduce only in the last microbatch."""
@@ -148,7 +148,7 @@ class Engine:
         microbatch that is empty on every rank must be left out.
         """
         with self.microbatch(last), without_side_effects(self.model, self.world):
-            outputs = [leaf for leaf in tree_leaves(self(*inputs)) if isinstance(leaf, Tensor)]
+            outputs = tensors_of(call_with(self, inputs[0] if len(inputs) == 1 else inputs))
             # The sum depends on all outputs; × 0 gives zero gradients even if an output is inf.
             parts = [output.sum() * 0 for output in outputs if output.requires_grad]
             self.backward(torch.stack([part.float() for part in parts]).sum())
@@ -219,12 +219,12 @@ class ShardedEngine(Engine):
         self.check_gradients(f"use --layout dp{self.world.size} with --find-unused")
 
     @torch.no_grad()
-    def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
-        if len(inputs) == 0:  # other ranks need this rank's shards to gather parameters
+    def infer(self, inputs: Nested, example: Nested = None) -> Any:
+        if count_rows(inputs) == 0:  # other ranks need this rank's shards to gather parameters
             assert example is not None
-            self.model(example)
+            call_with(self.model, example)
             return None
-        return gathered(self.model(inputs))
+        return gathered(call_with(self.model, inputs))
 
 
 def count_replicas(world: World) -> str:
@@ -234,7 +234,7 @@ def count_replicas(world: World) -> str:
 
 def gathered(outputs: Any) -> Any:
     """Gather logits that are split along the vocabulary. Return other outputs unchanged."""
-    return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+    return map_tensors(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, outputs)
 
 
 @contextmanager

@@ -101,8 +101,8 @@ class DataParallel(Engine):
         # On the CPU, torch's DataParallel calls the module directly.
         self.scattered = nn.DataParallel(model, device_ids=gpus)
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.scattered(*inputs)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.scattered(*inputs, **named)
 
 
 class LayersOnRanks:

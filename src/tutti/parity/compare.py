@@ -30,7 +30,8 @@ from tutti.parity.single_device import OptimizerName, Scales, StepRecord, Worklo
 from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import agree, build_optimizer
 from tutti.train.recipe import Compute, Optimization
-from tutti.train.step import Step, Task
+from tutti.train.step import Step
+from tutti.train.task import Task
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import check_same
 from tutti.world.world import World

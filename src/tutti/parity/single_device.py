@@ -25,7 +25,8 @@ from tutti.parity import parity_options
 from tutti.parity.parity_options import ParityOptions
 from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import build_model, load_dataset
-from tutti.train.step import IGNORED, as_model_dtype, check_outputs
+from tutti.train.step import as_model_dtype
+from tutti.train.task import IGNORED, class_dim
 from tutti.world.errors import UsageError
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -105,7 +106,7 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
         )
     with torch.no_grad():
         outputs = model(as_model_dtype(samples.inputs[:2], model))
-    check_outputs(outputs, samples.targets[:2], recipe.model)
+    class_dim(outputs, samples.targets[:2], recipe.model)
     if options.padded:
         targets = samples.targets.clone()
         if targets.dim() != 2:
@@ -168,7 +169,7 @@ def random_samples(model: nn.Module, count: int, options: ParityOptions) -> Tens
             "package.module:function"
         ) from None
     rest = outputs.shape[1:-1] if isinstance(outputs, Tensor) else ()
-    check_outputs(outputs, torch.zeros(2, *rest, dtype=torch.int64), str(options.model))
+    class_dim(outputs, torch.zeros(2, *rest, dtype=torch.int64), str(options.model))
     targets = torch.randint(outputs.shape[-1], (count, *rest), generator=generator)
     return TensorSamples(inputs, targets)
 
@@ -309,6 +310,7 @@ def _backward(
     total = 0.0
     for indices in microbatches or [torch.arange(len(inputs))]:
         outputs = model(inputs[indices])
+        outputs = outputs.movedim(class_dim(outputs, targets[indices], ""), -1)
         loss = F.cross_entropy(outputs.flatten(0, -2), targets[indices].flatten(), reduction="sum")
         (loss / count).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach() / count)

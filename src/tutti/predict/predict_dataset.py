@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tutti import comm
 from tutti.data import Dataset, Samples, evaluation_loader
 from tutti.data.dataset import Pair
+from tutti.data.nested import map_tensors
 from tutti.models.config import GPTConfig
 from tutti.models.pretrained import ModelError, check_source, split_source
 from tutti.parallel.apply import build_engine
@@ -40,7 +41,8 @@ from tutti.train.run_directory import (
     step_name,
 )
 from tutti.train.same_data import check_same_dataset
-from tutti.train.step import AUTOCAST, IGNORED, Score, as_model_dtype, check_outputs
+from tutti.train.step import AUTOCAST, Score, as_model_dtype
+from tutti.train.task import IGNORED, class_dim
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -190,6 +192,11 @@ class Predictor:
         changes = {"dataset": dataset, "data_dir": data_dir}
         changes = {name: value for name, value in changes.items() if value is not None}
         recipe = with_values(run.recipe, {"data": changes})
+        if recipe.task.loss != "cross_entropy":
+            raise UsageError(
+                f"--run: tutti predict writes classes, but the run has --loss {recipe.task.loss}: "
+                "use tutti export, and predict in your own program"
+            )
 
         def prepare() -> tuple[Dataset, nn.Module, Weights]:
             data = load_dataset(recipe)
@@ -203,7 +210,7 @@ class Predictor:
         self.samples: Samples = loaded.test if split == "test" else loaded.train
         self.count = min(len(self.samples), limit or len(self.samples))
         self.batch = batch or recipe.batching.batch
-        example = loaded.train.batch([0])[0].to(world.device)
+        example = map_tensors(lambda t: t.to(world.device), loaded.train.batch([0])[0])
         self.engine: Engine = place_model(
             model, weights, world, layout, as_model_dtype(example, model), self.batch
         )
@@ -221,7 +228,8 @@ class Predictor:
         rounds = scatter_rows(self.count, self.batch, mesh.layout.data_ranks)
         # Sums are in float64, so that the order of addition does not change the float32 score.
         sums = torch.zeros(3, dtype=torch.float64)
-        empty, autocast = self.example[:0], AUTOCAST.get(self.trained_run.recipe.compute.precision)
+        empty = map_tensors(lambda t: t[:0], self.example)
+        autocast = AUTOCAST.get(self.trained_run.recipe.compute.precision)
         with ExitStack() as stack:
             write = stack.enter_context(prediction_file(out)) if self.world.is_first else None
             batches = self._batches([ranges[mesh.data_rank] for ranges in rounds], stack)
@@ -235,7 +243,8 @@ class Predictor:
                     with torch.autocast(self.world.device.type, autocast, enabled=bool(autocast)):
                         outputs = self.engine.infer(inputs, self.example)
                     if outputs is not None and has_outputs:
-                        check_outputs(outputs, targets, self.trained_run.recipe.model)
+                        dim = class_dim(outputs, targets, self.trained_run.recipe.model)
+                        outputs = outputs.movedim(dim, -1)
                         new_lines, new_sums = prediction_lines(first, outputs, targets)
                         lines += new_lines
                         sums += new_sums

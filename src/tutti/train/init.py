@@ -48,8 +48,16 @@ from tutti.parallel.materialize import (
 )
 from tutti.parallel.mesh import Box
 from tutti.train.recipe import Architecture, Optimization, Recipe
-from tutti.train.recipe_check import check_function, check_sizes, search_current_directory
+from tutti.train.recipe_check import (
+    LOSSES,
+    METRICS,
+    check_function,
+    check_sizes,
+    metric_of,
+    search_current_directory,
+)
 from tutti.train.same_data import seeded_generators
+from tutti.train.task import Task
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 
@@ -154,7 +162,8 @@ def model_maker(recipe: Recipe, dataset: Dataset | None) -> Callable[[], nn.Modu
                 kind = type(model).__name__
                 raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
             _check_parameters(model, f"--model {recipe.model}")
-            model.register_forward_hook(_only_logits)
+            if recipe.task.loss in LOSSES:  # your own loss gets what forward returns
+                model.register_forward_hook(_only_logits)
             return model
 
         return make
@@ -261,13 +270,46 @@ def load_dataset(recipe: Recipe) -> Dataset:
             cure = "Return at least one sample" + (", or use --no-evaluate" * (kind == "test"))
             raise DataError(f"--dataset {name}: the {kind} set is empty. {cure}.")
         _, targets = samples.batch([0])
-        if targets.dtype != torch.int64:
-            raise DataError(
-                f"--dataset {name}: the targets of the {kind} set are {targets.dtype}, but the "
-                "loss (cross entropy) needs class numbers of torch.int64. Convert them with "
-                ".long(). For another loss, write your own loop with tutti.parallelize."
-            )
+        if (problem := _target_problem(targets, recipe.task.loss)) is not None:
+            raise DataError(f"--dataset {name}: the targets of the {kind} set are {problem}")
     return dataset
+
+
+def _target_problem(targets: Any, loss: str) -> str | None:
+    """Return why a loss cannot use these targets of a sample, and the cure; None if it can."""
+    if loss not in LOSSES:
+        return None
+    if not isinstance(targets, Tensor):
+        return (
+            f"a {type(targets).__name__}, but --loss {loss} needs one tensor. Use --loss "
+            "package.module:function."
+        )
+    if loss == "cross_entropy" and targets.dtype != torch.int64:
+        return (
+            f"{targets.dtype}, but --loss cross_entropy needs class numbers of torch.int64. "
+            "Convert them with .long(), or use --loss mse, bce or package.module:function."
+        )
+    if targets.is_complex() or (targets.dtype == torch.bool and loss == "mse"):
+        return f"{targets.dtype}, but --loss {loss} needs real numbers. Convert them with .float()."
+    if loss == "bce" and not bool(((targets >= 0) & (targets <= 1)).all()):
+        return (
+            f"from {targets.min():g} to {targets.max():g}, but --loss bce needs 0 to 1 for each "
+            "label. For class numbers, use --loss cross_entropy."
+        )
+    return None
+
+
+def build_task(recipe: Recipe, dataset: Dataset) -> Task:
+    """Return the recipe's loss and metric, with the user's own functions."""
+    loss, metric = recipe.task.loss, metric_of(recipe)
+    return Task(
+        padded=recipe.data.padded or dataset.padded,
+        model=recipe.model,
+        loss=loss,
+        metric=metric,
+        own_loss=None if loss in LOSSES else load_function(loss, "--loss", LOSSES),
+        own_metric=None if metric in METRICS else load_function(metric, "--metric", METRICS),
+    )
 
 
 def _load_dataset(recipe: Recipe) -> Dataset:
@@ -300,8 +342,9 @@ def _load_dataset(recipe: Recipe) -> Dataset:
         shape = (sizes.channels, options.pixels, options.pixels)
         return data.synthetic_dataset(shape, sizes.classes)
     function = load_function(name, "--dataset", DATASETS)
+    collate = load_function(options.collate, "--collate", ()) if options.collate else None
     with seeded_generators(recipe.length.seed):
-        return data.as_dataset(function(), name)
+        return data.as_dataset(function(), name, collate)
 
 
 def tokenizer_folder(model: str) -> Path | None:
@@ -311,7 +354,7 @@ def tokenizer_folder(model: str) -> Path | None:
     return folder if folder and has_tokenizer(folder) else None
 
 
-def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[[], Any]:
+def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[..., Any]:
     """Import the function `package.module:function`; the current directory is also searched."""
     check_function(path, flag, names)
     module_name, _, name = path.partition(":")

@@ -6,7 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tutti.comm.operation import profiling
 from tutti.data import DataError
 from tutti.data.dataset import Dataset
 from tutti.data.loader import Batch, Loader, evaluation_loader
+from tutti.data.nested import map_tensors
 from tutti.data.split import measured_shares
 from tutti.machine.environment import describe_environment
 from tutti.models.config import GPTConfig
@@ -29,6 +30,7 @@ from tutti.train.init import (
     agree,
     build_meta_model,
     build_optimizer,
+    build_task,
     fit,
     load_dataset,
     set_lr,
@@ -37,7 +39,7 @@ from tutti.train.recipe import Recipe
 from tutti.train.recipe_check import check_recipe
 from tutti.train.run_directory import Metrics, RunDirectory
 from tutti.train.same_data import check_same_dataset
-from tutti.train.step import AUTOCAST, Score, Step, Task, as_model_dtype, evaluate
+from tutti.train.step import AUTOCAST, Score, Step, as_model_dtype, evaluate
 from tutti.train.telemetry import (
     ProgressReport,
     Status,
@@ -162,10 +164,14 @@ class Trainer:
         dataset, self.schedule = agree(self._load_dataset)
         check_same_dataset(world, dataset, recipe.length.seed)
         model, weights, notes = agree(lambda: build_meta_model(recipe, dataset))
+        self.task = agree(lambda: build_task(recipe, dataset))
+        parallel = recipe.parallel
+        if recipe.task.loss != "cross_entropy":  # only cross entropy can use split logits
+            parallel = replace(parallel, loss_parallel=False)
         check_same(world, recipe=json.loads(json.dumps(asdict(recipe), default=str)))
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # shapes repeat: choose kernels by measurement
-        example = dataset.train.batch([0])[0].to(world.device)
+        example = map_tensors(lambda t: t.to(world.device), dataset.train.batch([0])[0])
         engine_options = recipe.engine
         if world.size == 1 and recipe.engine.engine == "ddp":
             engine_options = EngineOptions(engine="single")  # DDP would only copy gradients
@@ -173,7 +179,7 @@ class Trainer:
             model,
             world,
             engine_options,
-            recipe.parallel,
+            parallel,
             example=as_model_dtype(example, model),
             microbatches=self.schedule.accumulation,
             microbatch_size=self.schedule.rank_batch,
@@ -195,7 +201,6 @@ class Trainer:
             own_time=layout.only_replicas and layout.dp > 1 and not waits_in_step,
             forward_time=recipe.batching.split == "measured",
         )
-        self.task = Task(padded=recipe.data.padded or dataset.padded, model=recipe.model)
         self.stepper = Step(
             self.engine,
             self.optimizer,
@@ -364,12 +369,10 @@ class Trainer:
         self.score = score = evaluate(
             self.engine, self.test_loader, self.task, self.stepper.example, self.stepper.autocast
         )
-        self.metrics.add(self.step - 1, test_loss=score.loss, test_accuracy=score.accuracy)
+        self.metrics.add(self.step - 1, test_loss=score.loss, **_metric_of(score))
         self.metrics.flush()
-        progress.print(
-            f"step {self.step}: test loss {score.loss:.4f}, accuracy {100 * score.accuracy:.2f} % "
-            f"of {score.count:,}"
-        )
+        metric = f", {score.describe()}" if score.name else ""
+        progress.print(f"step {self.step}: test loss {score.loss:.4f}{metric} of {score.count:,}")
 
     def _save(self) -> None:
         """Write a checkpoint of everything that `_resume` needs."""
@@ -454,7 +457,9 @@ class Trainer:
             "samples_per_s": self.speed.samples_per_s,
             "final_loss": loss,
             "test_loss": None if score is None else score.loss,
-            "test_accuracy": None if score is None else score.accuracy,
+            "test_accuracy": None,
+            **({} if score is None else _metric_of(score)),
+            "metric": self.task.metric_name,
             "layout": str(self.schedule.layout),
             "world": {"size": world.size, **world.row()},
             "environment": describe_environment(),
@@ -466,3 +471,7 @@ class Trainer:
             **self.speed.summary(),
             "sharing_note": world.sharing_note,
         }
+
+
+def _metric_of(score: Score) -> dict[str, float | None]:
+    return {f"test_{score.name}": score.metric} if score.name else {}

@@ -35,6 +35,9 @@ class Data:
     """Dataset: digits, fashion-mnist, cifar100, stdlib (source text of Python's standard library),
     synthetic; your own files as text:PATH, jsonl:PATH, parquet:PATH, tokens:FOLDER or
     images:FOLDER; or package.module:function, a function that returns (train, test)."""
+    collate: str | None = None
+    """package.module:function that makes (inputs, targets) from a list of samples of your own
+    map-style dataset. Default: torch's default_collate."""
     data_dir: Path = Path("data")
     """Directory of fashion-mnist and cifar100, and of text and tokens without a path."""
     download: bool = False
@@ -49,6 +52,20 @@ class Data:
     """Keep the whole dataset in device memory."""
     workers: int = 0
     """Number of loader processes per rank, for datasets that spend much time in Python."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The loss and the metric of the task."""
+
+    loss: str = "cross_entropy"
+    """Loss: cross_entropy (class numbers), mse (regression), bce (several labels per sample, from
+    logits), or package.module:function, a function (outputs, targets) that returns one loss per
+    sample, or a pair (losses, weights)."""
+    metric: str | None = None
+    """Metric of the evaluation: accuracy, mse, mae, none, or package.module:function, a function
+    (outputs, targets) that returns one value per sample, or a pair (values, weights). Default:
+    accuracy with the losses cross_entropy and bce, else none."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,7 @@ class Recipe:
     architecture: Architecture = field(default_factory=LeNetConfig)
     """Sizes of a built-in model; classes, channels and vocabulary are taken from the dataset."""
     data: Data = Data()
+    task: TaskOptions = TaskOptions()
     batching: Batching = Batching()
     optimization: Optimization = Optimization()
     parallel: ParallelOptions = field(default_factory=ParallelOptions)

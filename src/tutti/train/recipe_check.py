@@ -44,6 +44,8 @@ from tutti.train.training_schedule import check_numbers, make_schedule
 from tutti.world.errors import UsageError, did_you_mean
 
 _BYTE_DATASETS = ("stdlib", "text", "jsonl", "parquet")  # read as bytes by the model gpt
+LOSSES = ("cross_entropy", "mse", "bce")
+METRICS = ("accuracy", "mse", "mae", "none")
 # Stands for the length of the training set, which is not known before the dataset is loaded.
 MANY_SAMPLES = 1 << 40
 
@@ -53,6 +55,7 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
     schedule = make_schedule(recipe, ranks, MANY_SAMPLES)  # checks numbers, layout and batch
     _check_cuda_graph(recipe, ranks, device)
     check_model_and_data(recipe, schedule.layout, schedule.rank_batch, device)
+    _check_task(recipe)
     check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
     check_engine(recipe.engine, schedule.layout)
     _check_layout(recipe, schedule.layout, schedule.accumulation)
@@ -112,6 +115,8 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
         unused["data_dir"] = with_dataset
     if data.dataset not in ("fashion-mnist", "cifar100"):
         unused["download"] = with_dataset
+    if kind in DATASETS:
+        unused["collate"] = with_dataset
     if kind not in ("digits", "images") and not (synthetic and not text):
         unused["pixels"] = with_dataset
     if kind not in TEXT_DATASETS and not (synthetic and text):
@@ -124,12 +129,15 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
     unused["betas" if optimization.optimizer == "sgd" else "momentum"] = (
         f"--optimizer {optimization.optimizer}"
     )
+    if recipe.task.loss != "cross_entropy":
+        unused["padded"] = unused["loss_parallel"] = f"--loss {recipe.task.loss}"
     if optimization.lr_scale == "none":
         unused["lr_batch"] = "--lr-scale none"
     if optimization.schedule == "constant":
         unused["final_lr"] = "--schedule constant"
     if not length.evaluate:
-        unused["evaluate_every"] = "--benchmark" if benchmark else "--no-evaluate"
+        reason = "--benchmark" if benchmark else "--no-evaluate"
+        unused |= dict.fromkeys(("evaluate_every", "metric"), reason)
     if benchmark:
         unused |= dict.fromkeys(("checkpoint_every", "keep", "epochs"), "--benchmark")
     return unused
@@ -232,6 +240,8 @@ def _check_dataset(recipe: Recipe) -> None:
     kind, path = dataset_kind(data.dataset), dataset_path(data.dataset, data.data_dir)
     if kind not in DATASETS:
         check_function(data.dataset, "--dataset", DATASETS)
+    if data.collate is not None:
+        check_function(data.collate, "--collate", ())
     if kind == data.dataset and kind in ("jsonl", "parquet", "images"):
         raise UsageError(f"--dataset {kind} needs a path: write --dataset {kind}:PATH")
     try:
@@ -246,6 +256,35 @@ def _check_dataset(recipe: Recipe) -> None:
     if data.workers and data.data_on_device:
         raise UsageError(
             f"--workers {data.workers} has no effect with --data-on-device: leave out one of them"
+        )
+
+
+def metric_of(recipe: Recipe) -> str:
+    """Return the metric of a recipe, which by default follows from its loss."""
+    default = "accuracy" if recipe.task.loss in ("cross_entropy", "bce") else "none"
+    return recipe.task.metric or default
+
+
+def _check_task(recipe: Recipe) -> None:
+    loss, metric, dataset = recipe.task.loss, metric_of(recipe), recipe.data.dataset
+    if loss not in LOSSES:
+        check_function(loss, "--loss", LOSSES)
+    if metric not in METRICS:
+        check_function(metric, "--metric", METRICS)
+    if loss in ("mse", "bce") and dataset_kind(dataset) in DATASETS:
+        raise UsageError(
+            f"--loss {loss} needs targets that are numbers, but dataset {dataset} has class "
+            "numbers: use --loss cross_entropy, or your own --dataset"
+        )
+    fitting = {
+        "cross_entropy": ("accuracy", "none"),
+        "mse": ("mse", "mae", "none"),
+        "bce": ("accuracy", "mse", "mae", "none"),
+    }
+    if metric in METRICS and loss in fitting and metric not in fitting[loss]:
+        raise UsageError(
+            f"--metric {metric} does not fit --loss {loss}: use {', '.join(fitting[loss])} or "
+            "package.module:function"
         )
 
 

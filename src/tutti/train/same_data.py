@@ -13,6 +13,7 @@ import torch
 
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, Samples
+from tutti.data.nested import Nested, tensors_of
 from tutti.world.errors import UsageError
 from tutti.world.exchange import check_same, hash_tensor
 from tutti.world.world import World
@@ -59,7 +60,7 @@ def describe_samples(samples: Samples, kind: str, seed: int) -> dict[str, int]:
     try:
         for _ in range(2 if count else 0):
             with seeded_generators(seed):
-                hashes.append([hash_tensor(tensor) for tensor in samples.batch(indices)])
+                hashes.append([_hash(part) for part in samples.batch(indices)])
     except DataError as error:
         raise UsageError(str(error)) from None
     if hashes:
@@ -67,3 +68,8 @@ def describe_samples(samples: Samples, kind: str, seed: int) -> dict[str, int]:
         if hashes[0][0] == hashes[1][0]:
             described[f"{kind} inputs"] = hashes[0][0]
     return described
+
+
+def _hash(value: Nested) -> int:
+    hashes = [hash_tensor(tensor) for tensor in tensors_of(value)]
+    return hashes[0] if len(hashes) == 1 else hash(tuple(hashes))  # of ints: equal on all ranks

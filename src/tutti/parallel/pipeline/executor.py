@@ -1,8 +1,8 @@
 """The engine of layouts with pp: runs the microbatches of a step through the pipeline.
 
 Every step has the same schedule: M microbatches of one fixed size. At the end of an epoch,
-microbatches are padded with copies of a real input and with targets of -100. The padding adds
-nothing to the loss, to any gradient, or to the statistics of norms (see `Padding`).
+microbatches are padded with copies of a real input, whose outputs the loss does not get. Padding
+adds nothing to the loss, to any gradient, or to the statistics of norms (see `Padding`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tutti.comm.collectives import all_reduce, recv, send
+from tutti.data.nested import Nested, count_rows
 from tutti.parallel.engine import (
     Engine,
     LossFunction,
@@ -34,7 +36,6 @@ from tutti.parallel.pipeline.tied_weights import TiedWeights
 from tutti.parallel.tensor import place_gradients
 from tutti.world.errors import UsageError
 
-_IGNORED = -100  # a target that adds no loss: the default ignore_index of cross_entropy
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 _DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool]
 _MAX_DIMS = 8
@@ -88,6 +89,7 @@ class Pipeline(Engine):
         # The arguments of the current run(), and the losses of its microbatches.
         self._loss_fn: LossFunction | None = None
         self._scale: Callable[[Tensor], Tensor] | None = None
+        self._targets: list[Nested] = []
         self._losses: list[Tensor] = []
 
     @property
@@ -108,7 +110,7 @@ class Pipeline(Engine):
         scale: Callable[[Tensor], Tensor] | None = None,
         clock: StepClock | None = None,
     ) -> Tensor:
-        inputs, targets = self._padded(microbatches, example)
+        inputs = self._padded(microbatches, example)
         self.padding.begin_step([len(x) for x, _ in microbatches], self.microbatches)
         self._copy_training_mode()
         if self.schedule is None:
@@ -117,15 +119,26 @@ class Pipeline(Engine):
         # different loss functions, because a loss is divided by the number of samples in its step.
         self._loss_fn, self._scale, self._losses = loss_fn, scale, []
         arguments = [inputs] if 0 in self.stages else []
-        target = targets if self.holds_last else None
+        # The schedule passes the number of a microbatch to _loss, which has the targets.
+        self._targets = [targets for _, targets in microbatches]
+        target = torch.arange(self.microbatches) if self.holds_last else None
         self.schedule.step(*arguments, target=target, return_outputs=False)
         self._loss_fn = None
         self.reduce()
-        return torch.stack(self._losses).sum() if self.reports_loss else self.zero_loss()
+        zero = self.zero_loss()
+        return sum(self._losses, start=zero) if self.reports_loss else zero
 
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Return the loss of the real samples of a microbatch; 0 if all samples are padding."""
         assert self._loss_fn is not None
-        loss = self._loss_fn(outputs, targets)
+        targets = self._targets[int(number)] if int(number) < len(self._targets) else None
+        real = 0 if targets is None else count_rows(targets)
+        if real:
+            whole = real == self.microbatch_size
+            loss = self._loss_fn(outputs if whole else outputs[:real], targets)
+        else:
+            local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
+            loss = (local.sum() * 0).to(self.zero_loss().dtype)
         self._losses.append(loss.detach())
         return self._scale(loss) if self._scale else loss
 
@@ -137,7 +150,7 @@ class Pipeline(Engine):
         outputs = self._run_stages(batch)
         return gathered(outputs) if len(inputs) else None
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         raise UsageError("a pipeline has no forward on a single rank: use run() or infer()")
 
     def reduce(self) -> None:
@@ -173,31 +186,29 @@ class Pipeline(Engine):
             self.options.pipeline_schedule, self.torch_stages, self.microbatches, self._loss
         )
 
-    def _padded(self, microbatches: Sequence[Microbatch], example: Tensor | None) -> Microbatch:
-        """Return (inputs, targets) of all microbatches, padded to a fixed size and concatenated."""
+    def _padded(self, microbatches: Sequence[Microbatch], example: Tensor | None) -> Tensor:
+        """Return the inputs of all microbatches, padded to a fixed size and concatenated."""
         missing = self.microbatches - len(microbatches)
         if missing < 0:
             raise UsageError(
                 f"a step of {len(microbatches)} microbatches does not fit a pipeline that was "
                 f"built for {self.microbatches}: use --accumulation {len(microbatches)}"
             )
-        empty = (microbatches[0][0][:0], microbatches[0][1][:0])
-        padded_inputs, padded_targets = [], []
-        for inputs, targets in [*microbatches, *[empty] * missing]:
+        empty = microbatches[0][0][:0]
+        padded = []
+        for inputs in [*[inputs for inputs, _ in microbatches], *[empty] * missing]:
             padding = self.microbatch_size - len(inputs)
             if padding < 0:
                 raise UsageError(
                     f"a microbatch of {len(inputs)} samples does not fit a pipeline that was built "
                     f"for {self.microbatch_size}"
                 )
-            padded_inputs.append(inputs)
-            padded_targets.append(targets)
+            padded.append(inputs)
             if padding:
                 real = inputs if len(inputs) else example
                 assert real is not None, "a rank without samples needs an example"
-                padded_inputs.append(real[:1].expand(padding, *real.shape[1:]))
-                padded_targets.append(targets.new_full((padding, *targets.shape[1:]), _IGNORED))
-        return torch.cat(padded_inputs), torch.cat(padded_targets)
+                padded.append(real[:1].expand(padding, *real.shape[1:]))
+        return torch.cat(padded)
 
     def _copy_training_mode(self) -> None:
         """Copy the model's training mode to stages that are views, which `model.eval()` skips."""
