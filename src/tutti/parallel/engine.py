@@ -220,11 +220,13 @@ class ShardedEngine(Engine):
 
     @torch.no_grad()
     def infer(self, inputs: Nested, example: Nested = None) -> Any:
-        if count_rows(inputs) == 0:  # other ranks need this rank's shards to gather parameters
-            assert example is not None
-            call_with(self.model, example)
-            return None
-        return gathered(call_with(self.model, inputs))
+        # A rank without inputs takes part too: other ranks gather parameters from its shards.
+        has_inputs = count_rows(inputs) > 0
+        outputs = gathered(call_with(self.model, inputs if has_inputs else example))
+        if isinstance(self.model, FSDPModule):
+            # The root keeps its gathered parameters for backward, but a checkpoint needs shards.
+            self.model.reshard()
+        return outputs if has_inputs else None
 
 
 def count_replicas(world: World) -> str:
