@@ -15,7 +15,7 @@ from tutti.predict.predict_dataset import (
     prediction_lines,
     scatter_rows,
 )
-from tutti.train.step import IGNORED
+from tutti.train.task import IGNORED
 
 SIZES = {"samples": st.integers(1, 300), "batch": st.integers(1, 9), "ranks": st.integers(1, 7)}
 
