@@ -14,7 +14,7 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
-from tutti.world.errors import RanksDiffer, UsageError, did_you_mean
+from tutti.world.errors import EXPLAINED_ERRORS, UsageError, did_you_mean
 
 # The module of each command has `main(arguments) -> exit code`.
 COMMANDS = {
@@ -100,7 +100,7 @@ def run_cli(arguments: list[str]) -> int:
             raise UsageError(f"there is no command {name!r}: {hint} See tutti --help.")
         code: int = import_module(COMMANDS[name][0]).main(rest)
         return code
-    except (UsageError, RanksDiffer) as error:
+    except EXPLAINED_ERRORS as error:
         if not error.printed:
             prefix = f"tutti {name}" if name in COMMANDS else "tutti"
             print(f"{prefix}: {error}", file=sys.stderr)

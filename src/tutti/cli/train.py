@@ -5,6 +5,8 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from time import strftime
@@ -21,7 +23,7 @@ from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_rec
 from tutti.train.recipe_check import check_flags_have_effect, check_recipe
 from tutti.train.run_directory import RunDirectory
 from tutti.train.training_schedule import check_numbers
-from tutti.world.errors import UsageError
+from tutti.world.errors import OutOfMemory, UsageError
 from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
@@ -228,7 +230,8 @@ def _train(options: Train, base: Recipe) -> int:
             agree(lambda: directory.check(options.resume) if world.is_first else None)
             resume, tensorboard = options.resume, options.tensorboard
             switches = {"resume": resume, "tensorboard": tensorboard, "save": not options.benchmark}
-            trainer = Trainer(world, options.settings, directory, **switches)
+            with _recorded_out_of_memory(directory, command):
+                trainer = Trainer(world, options.settings, directory, **switches)
             agree(create_directory)  # after all checks have passed
         if world.is_first:
             recipe = _describe_recipe(options.settings, base, options.recipe, directory.path)
@@ -253,7 +256,8 @@ def _train(options: Train, base: Recipe) -> int:
             traces = directory.path / "traces"
             Capture(traces, tensorboard=copies, nvtx=options.nvtx).follow_program()
         try:
-            outcome = trainer.run()
+            with _recorded_out_of_memory(directory, command):
+                outcome = trainer.run()
         except LossNotFinite as error:
             if world.is_first:
                 print(f"tutti train: {error}", file=sys.stderr)
@@ -273,6 +277,20 @@ def _train(options: Train, base: Recipe) -> int:
                     f"{directory.path}."
                 )
         return STOPPED if outcome.stopped else 0
+
+
+@contextmanager
+def _recorded_out_of_memory(directory: RunDirectory, command: list[str]) -> Iterator[None]:
+    """Write the explanation of OutOfMemory into summary.json, on the rank that raises it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        content = {"schema": "tutti.train/1", "command": command}
+        report = {"reason": error.report["reason"], "out_of_memory": error.report}
+        with suppress(UsageError):  # the error itself must be reported, even if the disk is full
+            directory.create()
+            directory.write_json("summary.json", {**content, **report})
+        raise
 
 
 def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> None:

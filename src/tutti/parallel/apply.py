@@ -110,9 +110,10 @@ def apply(
         recompute_activations(model, techniques.recompute)
         if techniques.compile:
             compile_blocks(model)
-    if layout.data_ranks > 1 and not layout.only_replicas:  # DDP wraps plain replicas
-        if mesh.world.device.type == "cpu":
-            return_freed_memory()
+    shards = layout.data_ranks > 1 and not layout.only_replicas  # DDP wraps plain replicas
+    if mesh.world.device.type == "cpu" and (shards or techniques.recompute != "none"):
+        return_freed_memory()
+    if shards:
         for part in stages.modules.values() if stages else [model]:
             shard(part, mesh, options, mean=techniques.mean, autocast=techniques.autocast)
     materialize(model, mesh.world.device)

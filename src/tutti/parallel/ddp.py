@@ -47,14 +47,24 @@ class Ddp(Engine):
         )
         # DDP's constructor has broadcast the buffers; later, share_buffers() broadcasts them.
         self.replica.broadcast_buffers = False
+        self.bucket_bytes = sum(parameter.nbytes for parameter in self.trained.values())
+        self.gradients_in_buckets = options.gradient_as_bucket_view and options.overlap
+        self._powersgd: powersgd.PowerSGDState | None = None
         if options.compress in _NARROW:
             self.replica.register_comm_hook(world.size, narrow_hook(_NARROW[options.compress]))
         elif options.compress == "powersgd":
-            state = _powersgd_state(options.powersgd_rank)
-            self.replica.register_comm_hook(state, powersgd_hook)
+            self._powersgd = _powersgd_state(options.powersgd_rank)
+            self.replica.register_comm_hook(self._powersgd, powersgd_hook)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.replica(*inputs, **named)
+
+    def communication_buffers(self) -> list[torch.Tensor]:
+        state = self._powersgd
+        if state is None:
+            return []
+        tables = (state.error_dict, state.p_memory_dict, state.q_memory_dict)
+        return [tensor for table in tables for tensor in table.values()]
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         # DDP decides in forward whether backward communicates, so both must run in this context.

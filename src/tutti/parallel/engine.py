@@ -70,6 +70,10 @@ class Engine:
         """Whether each tp rank holds a part of the sequence, between the split layers."""
         self.aliases: dict[str, str] = {}
         """pp: maps the name of each copy of a tied parameter to the name of the first copy."""
+        self.bucket_bytes = 0
+        """DDP: bytes of the buckets in which gradients are all-reduced."""
+        self.gradients_in_buckets = False
+        """DDP: whether summed gradients are views of the buckets."""
 
     @property
     def reports_loss(self) -> bool:
@@ -182,6 +186,26 @@ class Engine:
                     f"parameter {name} got no gradient in this step: {cure}, or "
                     "call requires_grad_(False) if it is not meant to be trained"
                 )
+
+    def communication_buffers(self) -> list[Tensor]:
+        """Return the tensors that now hold copies for communication.
+
+        They are gathered parameters, their gradients, received activations, and the state of a
+        compression. DDP's buckets are not tensors in Python: see `bucket_bytes`.
+        """
+        return [
+            tensor
+            for module in self.model.modules()
+            if isinstance(module, FSDPModule)
+            and (group := module._get_fsdp_state()._fsdp_param_group) is not None
+            for parameter in group.fsdp_params
+            for tensor in (
+                *parameter.all_gather_outputs,
+                parameter.unsharded_accumulated_grad,
+                getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+            )
+            if isinstance(tensor, Tensor)
+        ]
 
     def seed_rng(self, seed: int, step: int = 0) -> None:
         """Seed the random generators for training, as described in rng.py. Call on every rank."""

@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -35,6 +34,8 @@ from tutti.train.init import (
     load_dataset,
     set_lr,
 )
+from tutti.train.memory import MemoryByCause, peak_bytes
+from tutti.train.out_of_memory import Explainer
 from tutti.train.recipe import Recipe
 from tutti.train.recipe_check import check_recipe
 from tutti.train.run_directory import Metrics, RunDirectory
@@ -159,11 +160,21 @@ class Trainer:
         self.recipe = recipe
         self.directory = directory
         self._saves = save
-        precision = recipe.compute.precision
+        hidden = recipe.compute.compile or recipe.compute.cuda_graph
+        self.memory = MemoryByCause(world.device, counts_activations=not hidden)
+        self.explainer = Explainer(world, recipe, self.memory)
+        with self.explainer.explained():
+            self._build(resume, tensorboard)
 
+    def _build(self, resume: bool, tensorboard: bool) -> None:
+        """Load the data, build the model and the optimizer, and load a checkpoint if resumed."""
+        world, recipe, directory = self.world, self.recipe, self.directory
+        precision = recipe.compute.precision
         dataset, self.schedule = agree(self._load_dataset)
         check_same_dataset(world, dataset, recipe.length.seed)
+        self.explainer.schedule = self.schedule
         model, weights, notes = agree(lambda: build_meta_model(recipe, dataset))
+        self.memory.begin_model(model)
         self.task = agree(lambda: build_task(recipe, dataset))
         parallel = recipe.parallel
         if recipe.task.loss != "cross_entropy":  # only cross entropy can use split logits
@@ -194,6 +205,7 @@ class Trainer:
         self.optimizer = build_optimizer(
             self.model, recipe.optimization, self.schedule.peak_lr, recipe.compute.cuda_graph
         )
+        self.memory.begin_steps(self.engine, self.optimizer, self.schedule.accumulation)
         layout = self.schedule.layout
         waits_in_step = recipe.engine.sync_batchnorm or recipe.data.padded
         self.timer = StepTimer(
@@ -210,6 +222,7 @@ class Trainer:
             self.schedule.accumulation,
             recipe.optimization.clip,
             self.timer,
+            self.memory,
         )
         self.loader, self.test_loader = agree(lambda: self._loaders(dataset))
         board = directory.path / "tensorboard" if tensorboard else None
@@ -266,6 +279,10 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train until the last step, or until a signal requests a stop."""
+        with self.explainer.explained():
+            return self._train()
+
+    def _train(self) -> Outcome:
         progress = ProgressReport(self.schedule.steps, self.step, shown=self.world.is_first)
         self.status_sync = StatusSync(
             self.world.rank, self.world.size, self.step, self.timer, can_stop=self._saves
@@ -449,8 +466,7 @@ class Trainer:
         world, device, score = self.world, self.world.device, self.score
         # Peak memory of every rank in bytes, since its process began.
         on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux: in KiB
-        peaks = gather_json([on_host, on_device])
+        peaks = gather_json([peak_bytes(), on_device, self.memory.summary()])
         return {
             "steps": self.step,
             "samples": self.runner.samples,
@@ -465,8 +481,9 @@ class Trainer:
             "environment": describe_environment(),
             "plan": {**asdict(self.schedule), "layout": str(self.schedule.layout)},
             "memory": {
-                "host_peak_bytes": [host for host, _ in peaks],
-                "device_peak_bytes": None if on_device is None else [cuda for _, cuda in peaks],
+                "host_peak_bytes": [host for host, _, _ in peaks],
+                "device_peak_bytes": None if on_device is None else [cuda for _, cuda, _ in peaks],
+                "ranks": [{"rank": rank, **row} for rank, (_, _, row) in enumerate(peaks)],
             },
             **self.speed.summary(),
             "sharing_note": world.sharing_note,

@@ -20,6 +20,7 @@ from tutti.data.split import even
 from tutti.parallel.engine import Engine
 from tutti.parallel.grad_norm import clip_by_global_norm, global_norm
 from tutti.parallel.tensor import loss_context
+from tutti.train.memory import MemoryByCause
 from tutti.train.recipe import Compute
 from tutti.train.task import Task
 from tutti.train.telemetry import StepTimer
@@ -41,6 +42,7 @@ class Step:
         accumulation: int = 1,
         clip: float | None = None,
         timer: StepTimer | None = None,
+        memory: MemoryByCause | None = None,
     ) -> None:
         """`example` is one real sample, for microbatches in which this rank has no samples."""
         self.engine = engine
@@ -54,6 +56,7 @@ class Step:
         # Only the range of float16 is too small for gradients; a disabled scaler does nothing.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self.timer = timer or StepTimer(self.device, own_time=False)
+        self.memory = memory
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; None: unknown
         self._loss_sums = task.loss_sums
         if compute.compile and engine.world.size == 1:
@@ -66,6 +69,10 @@ class Step:
 
         With clipping the gradient norm is always known, otherwise only with `measure_norm`.
         """
+        with self.memory.step() if self.memory else nullcontext():
+            return self._step(batch, measure_norm)
+
+    def _step(self, batch: Batch, measure_norm: bool) -> Tensor:
         mesh = self.engine.mesh
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)

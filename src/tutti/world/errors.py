@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 # Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
 # pull container images and mount file systems.
@@ -21,6 +22,20 @@ class RanksDiffer(Exception):
     """Versions, recipe or parameters differ between ranks. The message names a differing rank."""
 
     printed = False
+
+
+class OutOfMemory(Exception):
+    """A rank is out of memory. The first line names the cause, and further lines what would fit."""
+
+    printed = False
+
+    def __init__(self, text: str, report: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.report = report  # the content of `out_of_memory` in summary.json
+
+
+EXPLAINED_ERRORS = (UsageError, RanksDiffer, OutOfMemory)
+"""Errors whose message is printed without a traceback. The exit code is 2."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from tutti.measure.files import write_atomically
-from tutti.world.errors import RanksDiffer, UsageError
+from tutti.world.errors import EXPLAINED_ERRORS
 from tutti.world.liveness import Failure, Liveness
 
 # How long the main thread of a rank may take to end once the world has failed.
@@ -80,8 +80,9 @@ class FailureHandler:
             print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
             return
         details = ""
-        if isinstance(error, (UsageError, RanksDiffer)):
-            summary, error.printed = str(error), True
+        if isinstance(error, EXPLAINED_ERRORS):
+            summary, _, details = str(error).partition("\n")
+            details, error.printed = f"{details}\n" if details else "", True
         elif isinstance(error, SystemExit):
             summary = f"it ended with exit code {error.code}"
         else:
@@ -114,7 +115,7 @@ class FailureHandler:
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
         self.handle(error.with_traceback(where))
-        if isinstance(error, (UsageError, RanksDiffer)):
+        if isinstance(error, EXPLAINED_ERRORS):
             raise SystemExit(2)
 
     def _cause(self, error: BaseException, liveness: Liveness) -> Failure | None:
@@ -144,12 +145,12 @@ class FailureHandler:
 
 
 def print_usage_errors(hook: _Hook) -> _Hook:
-    """Return an excepthook that prints a UsageError or RanksDiffer as one line and exits with 2."""
+    """Return an excepthook that prints the message of an explained error and exits with 2."""
 
     def excepthook(
         kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
-        if not issubclass(kind, (UsageError, RanksDiffer)):
+        if not issubclass(kind, EXPLAINED_ERRORS):
             hook(kind, error, where)
             return
         print(f"tutti: {error}", file=sys.stderr, flush=True)

@@ -240,9 +240,10 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
 def return_freed_memory() -> None:
     """Undo `disable_malloc_trim`: make glibc return large freed blocks to the kernel at once.
 
-    Used for sharded parameters on a CPU, where the gathered parameters of each block are freed
-    after use. A heap that keeps freed memory could not reuse it for the next block, whose tensors
-    have other sizes and alignments, and would grow to the size of the whole model.
+    Used on a CPU for sharded parameters and for recomputation, where the gathered parameters or the
+    activations of each block are freed after use. A heap that keeps freed memory could not reuse it
+    for the next block, whose tensors have other sizes and alignments, and would grow to the size of
+    the whole model.
     """
     if _set_malloc(os.environ, mmap_bytes=(2 << 20,), trim_bytes=32 << 20):
         ctypes.CDLL(None).malloc_trim(0)

@@ -153,6 +153,17 @@ class Pipeline(Engine):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         raise UsageError("a pipeline has no forward on a single rank: use run() or infer()")
 
+    def communication_buffers(self) -> list[Tensor]:
+        received = [
+            getattr(information, "buffer", None)
+            for stage in self.torch_stages
+            for table in (stage.args_recv_info, stage.grad_recv_info)
+            for of_microbatch in table.values()
+            for information in of_microbatch
+        ]
+        tensors = [tensor for tensor in received if isinstance(tensor, Tensor)]
+        return [*super().communication_buffers(), *tensors]
+
     def reduce(self) -> None:
         """Sum the gradients of tied parameters; FSDP has already summed over the data ranks."""
         place_gradients(self.model)

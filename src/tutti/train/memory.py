@@ -1,0 +1,343 @@
+"""Memory by cause: what the peak memory of a rank consists of.
+
+parameters     bytes of this rank's parameters and of the model's buffers
+gradients      bytes of this rank's gradients; DDP's buckets if gradients are views of them
+optimizer      bytes of the optimizer's state
+activations    bytes that autograd keeps for backward, by module
+buffers        copies for communication: gathered parameters, received activations, DDP's buckets
+fragmentation  CUDA: bytes that torch's allocator has reserved and never used at the same time
+other          the rest of the peak: temporary results, workspaces of kernels, and on a CPU the
+               interpreter, its libraries and the data
+
+The parts are counted at the moment of a step at which their sum is largest. Hooks count activations
+and gradients in the first two steps only: the second step is the first one with optimizer state.
+"""
+
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tutti.parallel.engine import Engine
+from tutti.parallel.recompute import repeated_blocks
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "fragmentation", "other")
+OUTSIDE = "loss"  # the name under which activations outside of all modules are counted
+_MEASURED_STEPS = 2
+_MODULES = 10  # number of modules in summary.json
+
+
+class Split(NamedTuple):
+    """The bytes of the parts that tensors hold."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+
+
+class MemoryByCause:
+    """Counts the memory of one rank by cause, from the construction of its model to the end."""
+
+    def __init__(self, device: torch.device, counts_activations: bool = True) -> None:
+        """`counts_activations` must be False if steps are compiled or run as a CUDA graph."""
+        self.device = device
+        self.before_model = resident_bytes()
+        self.model: nn.Module | None = None
+        self.engine: Engine | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.accumulation = 1
+        self.counter: StepCounter | None = None  # of the current or last measured step
+        self.counts_activations = counts_activations
+        self.step_complete = False  # whether a measured step has ended
+        self._steps_left = _MEASURED_STEPS if counts_activations else 0
+
+    def begin_model(self, model: nn.Module) -> None:
+        """Call this with the model on the meta device, before it gets memory."""
+        self.before_model, self.model = resident_bytes(), model
+
+    def begin_steps(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, accumulation: int
+    ) -> None:
+        """Call this when the engine and the optimizer exist."""
+        self.engine, self.optimizer, self.accumulation = engine, optimizer, accumulation
+        self.model = engine.model
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return the context of a step, which counts in the first two steps only."""
+        if not self._steps_left or self.engine is None or self.optimizer is None:
+            return nullcontext()
+        self._steps_left -= 1
+        return self._counted(StepCounter(self.engine, self.optimizer, self.accumulation))
+
+    @contextmanager
+    def _counted(self, counter: "StepCounter") -> Iterator[None]:
+        self.counter = counter
+        with counter.attached():
+            yield
+        self.step_complete = True
+
+    def now(self) -> Split:
+        """Return the parts at this moment; without hooks, activations are not known and 0."""
+        buffers = gradients = optimizer = activations = 0
+        model = self.model
+        parameters = parameter_bytes(model) if model is not None else 0
+        if model is not None:
+            gradients = gradient_bytes(model)
+        if self.engine is not None:
+            buffers = tensor_bytes(self.engine.communication_buffers()) + self.engine.bucket_bytes
+            if self.engine.gradients_in_buckets:
+                gradients, buffers = max(gradients, buffers), 0
+        if self.optimizer is not None:
+            optimizer = optimizer_bytes(self.optimizer)
+        if self.counter is not None:
+            activations = self.counter.activations
+        return Split(parameters, gradients, optimizer, activations, buffers)
+
+    def at_peak(self) -> Split:
+        """Return the parts at the moment of the measured step at which their sum was largest."""
+        if self.counter is None:
+            now = self.now()
+            # Gradients are freed after each step, so their size is that of the parameters.
+            return now._replace(gradients=max(now.gradients, trained_bytes(self.model)))
+        return self.counter.peak
+
+    def summary(self) -> dict[str, Any]:
+        """Return this rank's row of `memory` in summary.json, and a note if a part is unknown."""
+        on_gpu = self.device.type == "cuda"
+        total, fragmentation = peak_bytes(), 0
+        if on_gpu:
+            total = torch.cuda.max_memory_reserved(self.device)
+            fragmentation = max(0, total - torch.cuda.max_memory_allocated(self.device))
+        split, note = self.at_peak(), None
+        other: int | None = total - fragmentation - sum(split)
+        if other is not None and other < 0:
+            note = f"the counted parts exceed the measured peak by {-other} bytes: other is unknown"
+            other = None
+        elif not self.counts_activations:
+            note = "activations are a part of other: with --compile and --cuda-graph they are not "
+            note += "counted"
+        modules = self.counter.peak_modules if self.counter else {}
+        largest = sorted(modules.items(), key=lambda item: -item[1])[:_MODULES]
+        return {
+            **split._asdict(),
+            "fragmentation": fragmentation,
+            "other": other,
+            "total": total,
+            "activations_by_module": [{"module": name, "bytes": size} for name, size in largest],
+            "before_model": None if on_gpu else self.before_model,
+            "note": note,
+        }
+
+
+class StepCounter:
+    """Counts activations by module, and gradients, during one step."""
+
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, accumulation: int = 1
+    ) -> None:
+        self.engine, self.optimizer, self.model = engine, optimizer, engine.model
+        self.activations = self.gradients = 0  # bytes at this moment
+        self.by_module: Counter[str] = Counter()  # bytes of activations at this moment
+        self.peak = Split()  # the parts when their sum was largest
+        self.peak_modules: dict[str, int] = {}
+        self.entered: set[str] = set()  # names of modules whose forward has begun
+        self.block_inputs: dict[str, int] = {}  # bytes of the inputs of each block
+        self.last_unpacked = ""  # the module whose activations backward has used last
+        self._grown = False
+        # The modules whose forward is running, each with its name and its parameters' storages.
+        self._stack: list[tuple[str, set[int]]] = []
+        self._live: dict[int, list[Any]] = {}  # storage → [number of uses, bytes, module]
+        self._gradients: dict[int, int] = {}  # id of parameter → bytes of its gradient
+        self._blocks = set(map(id, repeated_blocks(self.model)))
+        self._parameters = parameter_bytes(self.model)
+        self._state = optimizer_bytes(optimizer)
+        # With one microbatch, gradients are views of DDP's buckets. With several, the gradients of
+        # the first microbatches are separate tensors.
+        self._in_buckets = engine.gradients_in_buckets and accumulation == 1
+        tensors = [*self.model.parameters(), *self.model.buffers(), *engine.communication_buffers()]
+        self._excluded = {storage.data_ptr() for storage in map(_storage, tensors)}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Context of the step, in which hooks count."""
+        for parameter in self.model.parameters():
+            self._count_gradient(parameter)
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                before = module.register_forward_pre_hook(partial(self._enter, name))
+                after = module.register_forward_hook(self._leave, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
+            updated = self.optimizer.register_step_post_hook(self._on_update)
+            hooks.callback(updated.remove)
+            hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            yield
+        self._consider()
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        name = name or type(module).__name__
+        self.entered.add(name)
+        weights: Iterable[Tensor] = ()
+        if isinstance(module, FSDPModule):  # its parameters are gathered now, until it ends
+            weights = module.parameters()
+        if id(module) in self._blocks:
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            self.block_inputs[name] = tensor_bytes(tensors)
+        self._stack.append((name, {_storage(weight).data_ptr() for weight in weights}))
+
+    def _leave(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        storage = _storage(tensor)
+        key, size = storage.data_ptr(), storage.nbytes()
+        is_weight = key in self._excluded or any(key in weights for _, weights in self._stack)
+        if not size or is_weight:
+            return tensor
+        if key not in self._live:
+            module = self._stack[-1][0] if self._stack else OUTSIDE
+            self._live[key] = [0, size, module]
+            self.activations += size
+            self.by_module[module] += size
+            self._grown = True
+        self._live[key][0] += 1
+        return _Saved(tensor, self._release, key)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved  # type: ignore[no-any-return]
+        if (entry := self._live.get(saved.key)) is not None:
+            self.last_unpacked = entry[2]
+        return saved.tensor
+
+    def _release(self, key: int) -> None:
+        self._consider()
+        entry = self._live[key]
+        entry[0] -= 1
+        if entry[0] == 0:
+            del self._live[key]
+            self.activations -= entry[1]
+            self.by_module[entry[2]] -= entry[1]
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._count_gradient(parameter)
+        self._grown = True
+
+    def _count_gradient(self, parameter: Tensor) -> None:
+        size = 0 if parameter.grad is None else _local(parameter.grad).nbytes
+        self.gradients += size - self._gradients.get(id(parameter), 0)
+        self._gradients[id(parameter)] = size
+
+    def _on_update(self, *_: Any) -> None:
+        # A split backward sets gradients without calling the hooks of parameters.
+        for parameter in self.model.parameters():
+            self._count_gradient(parameter)
+        self._state = optimizer_bytes(self.optimizer)
+        self._in_buckets, before = self.engine.gradients_in_buckets, self._in_buckets
+        self._grown = True
+        self._consider()
+        self._in_buckets = before
+
+    def _consider(self) -> None:
+        """Keep the current parts if their sum is the largest so far."""
+        if not self._grown:
+            return
+        self._grown = False
+        gradients, buckets = self.gradients, self.engine.bucket_bytes
+        if self._in_buckets:
+            gradients, buckets = max(gradients, buckets), 0
+        buffers = tensor_bytes(self.engine.communication_buffers()) + buckets
+        now = Split(self._parameters, gradients, self._state, self.activations, buffers)
+        if sum(now) > sum(self.peak):
+            self.peak = now
+            self.peak_modules = {name: size for name, size in self.by_module.items() if size}
+
+
+class _Saved:
+    """A tensor that autograd keeps for backward. Autograd drops this object when it is used up."""
+
+    __slots__ = ("_release", "key", "tensor")
+
+    def __init__(self, tensor: Tensor, release: Callable[[int], None], key: int) -> None:
+        self.tensor, self._release, self.key = tensor, release, key
+
+    def __del__(self) -> None:
+        self._release(self.key)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return _local(tensor).untyped_storage()
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of this rank's parts of tensors. Tensors on meta have none."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in map(_local, tensors)
+        if not tensor.is_meta
+        for storage in [tensor.untyped_storage()]
+    }
+    return sum(storages.values())
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of this rank's parameters and of the model's buffers."""
+    return tensor_bytes([*model.parameters(), *model.buffers()])
+
+
+def trained_bytes(model: nn.Module | None) -> int:
+    """Return the bytes of this rank's parameters that get gradients, also of those on meta."""
+    parameters = [] if model is None else [p for p in model.parameters() if p.requires_grad]
+    return sum(_local(parameter).nbytes for parameter in parameters)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of this rank's gradients, which may be views of buckets."""
+    return sum(_local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    values = [value for state in states for value in state.values()]
+    return tensor_bytes(value for value in values if isinstance(value, Tensor))
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux: in KiB
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process in bytes."""
+    return status_bytes("VmRSS")
+
+
+def status_bytes(name: str) -> int:
+    """Return a size in /proc/self/status in bytes, or 0 where there is no such file."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
