@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from tutti.parallel.engine import Engine
 from tutti.parallel.recompute import repeated_blocks
@@ -176,7 +177,9 @@ class StepCounter:
             self._count_gradient(parameter)
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
-                before = module.register_forward_pre_hook(partial(self._enter, name))
+                before = module.register_forward_pre_hook(
+                    partial(self._enter, name), with_kwargs=True
+                )
                 after = module.register_forward_hook(self._leave, always_call=True)
                 hooks.callback(before.remove)
                 hooks.callback(after.remove)
@@ -190,14 +193,14 @@ class StepCounter:
             yield
         self._consider()
 
-    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, *inputs: Any) -> None:
         name = name or type(module).__name__
         self.entered.add(name)
         weights: Iterable[Tensor] = ()
         if isinstance(module, FSDPModule):  # its parameters are gathered now, until it ends
             weights = module.parameters()
         if id(module) in self._blocks:
-            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
             self.block_inputs[name] = tensor_bytes(tensors)
         self._stack.append((name, {_storage(weight).data_ptr() for weight in weights}))
 
