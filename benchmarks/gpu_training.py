@@ -35,7 +35,8 @@ from tutti.train.init import build_optimizer
 from tutti.train.loop import Trainer
 from tutti.train.recipe import RECIPES, Compute, Optimization, Recipe, with_values
 from tutti.train.run_directory import RunDirectory
-from tutti.train.step import Step, Task
+from tutti.train.step import Step
+from tutti.train.task import Task
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a recipe can name images() below
 SAMPLES, BATCH, LR = 60_000, 256, 0.05

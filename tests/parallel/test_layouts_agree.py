@@ -102,14 +102,14 @@ def _batch_norms(world: tutti.World) -> dict[str, Any]:
     inputs, targets = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.arange(8) % 4
     plain = copy.deepcopy(model)
     for part in (slice(0, 4), slice(4, 8)):  # a microbatch of all ranks is one batch
-        (TASK.loss_sum(plain(inputs[part]), targets[part]) / 8).backward()  # type: ignore[no-untyped-call]
+        (TASK.loss_sums(plain(inputs[part]), targets[part])[0] / 8).backward()  # type: ignore[no-untyped-call]
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     for layout in ("dp4", "shard4", "dp2.shard2"):
         options = EngineOptions(sync_batchnorm=True)
         engine = build_engine(copy.deepcopy(model), world, options, ParallelOptions(layout=layout))
         local = [inputs[n : n + 1] for n in (world.rank, 4 + world.rank)]
         labels = [targets[n : n + 1] for n in (world.rank, 4 + world.rank)]
-        engine.run(list(zip(local, labels, strict=True)), lambda a, b: TASK.loss_sum(a, b) / 8)
+        engine.run(list(zip(local, labels, strict=True)), lambda a, b: TASK.loss_sums(a, b)[0] / 8)
         engine.share_buffers()
         buffers = dict(engine.model.named_buffers())
         statistics = [

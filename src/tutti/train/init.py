@@ -51,6 +51,7 @@ from tutti.train.recipe import Architecture, Optimization, Recipe
 from tutti.train.recipe_check import (
     LOSSES,
     METRICS,
+    OPTIMIZERS,
     check_function,
     check_sizes,
     metric_of,
@@ -373,7 +374,7 @@ def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[...,
 def build_optimizer(
     model: nn.Module, options: Optimization, lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """Return SGD or AdamW for a model, fused if possible. Weight decay applies to matrices only.
+    """Return the optimizer for a model, fused if possible. Weight decay applies to matrices only.
 
     If `capturable`, the optimizer step will be part of a CUDA graph, so the learning rate must be
     a tensor on the device, which the graph reads at each replay.
@@ -386,7 +387,10 @@ def build_optimizer(
         {"params": vectors, "weight_decay": 0.0},
     ]
     rate = torch.tensor(lr, device=parameters[0].device) if capturable else lr
-    if options.optimizer == "sgd":
+    name = options.optimizer.lower()
+    if name not in OPTIMIZERS:
+        return _own_optimizer(parameters, options.optimizer, lr)
+    if name == "sgd":
         # torch has no DTensor rule for the fused SGD kernel, and takes tens of seconds to derive
         # one for a list of parameters over a mesh of three axes.
         sharded = any(isinstance(p, DTensor) for p in parameters)
@@ -396,6 +400,16 @@ def build_optimizer(
     # A fused kernel needs parameters of one kind. With a mixture of plain tensors and DTensors,
     # which sharding rules may produce, the optimizer updates one parameter at a time.
     kinds = {(isinstance(p, DTensor), getattr(p, "device_mesh", None)) for p in parameters}
+    if name != "adamw":
+        found = {each.lower(): each for each in dir(torch.optim)}
+        used = OPTIMIZERS[name]
+        arguments: dict[str, Any] = {"betas": options.betas} if "betas" in used else {}
+        if "weight_decay" not in used:
+            groups = [{"params": parameters}]
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, found[name])(
+            groups, lr=lr, foreach=None if len(kinds) < 2 else False, **arguments
+        )
+        return optimizer
     return torch.optim.AdamW(
         groups,
         lr=rate,
@@ -406,10 +420,32 @@ def build_optimizer(
     )
 
 
+def _own_optimizer(parameters: list[nn.Parameter], path: str, lr: float) -> torch.optim.Optimizer:
+    """Return the optimizer of --optimizer package.module:function, after a check of its groups."""
+    flag = f"--optimizer {path}"
+    optimizer = load_function(path, "--optimizer", tuple(OPTIMIZERS))(parameters, lr)
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        kind = type(optimizer).__name__
+        raise UsageError(f"{flag} returned {kind}, not a torch.optim.Optimizer with step()")
+    given = {id(parameter) for parameter in parameters}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held != given:
+        raise UsageError(
+            f"{flag} has {len(held & given)} of {len(given)} parameters, and {len(held - given)} "
+            "others: give all parameters that the function gets to the optimizer; parameters that "
+            "are not meant to be trained need requires_grad_(False)"
+        )
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), float | int):
+            raise UsageError(f"{flag} has a group without a number as lr: pass lr to the optimizer")
+        group["lr_factor"] = group["lr"] / lr  # a group may have its own learning rate
+    return optimizer
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step, without waiting for the device."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
         else:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)

@@ -91,8 +91,10 @@ class Batching:
 class Optimization:
     """Optimizer and learning rate."""
 
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer. torch's fused kernel is used where available."""
+    optimizer: str = "sgd"
+    """Optimizer: sgd, adamw, another class of torch.optim by its name (adadelta, adafactor,
+    adagrad, adam, adamax, asgd, nadam, radam, rmsprop, rprop), or package.module:function, a
+    function (parameters, lr) that returns a torch.optim.Optimizer."""
     lr: float = 0.1
     """Peak learning rate, for a global batch of --lr-batch samples."""
     lr_scale: Literal["none", "linear", "sqrt"] = "none"
@@ -102,7 +104,7 @@ class Optimization:
     momentum: float = 0.9
     """Momentum of SGD."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Betas of AdamW."""
+    """Betas of AdamW, Adam, Adamax, NAdam and RAdam."""
     weight_decay: float = 0.0
     """Weight decay of parameters with two or more dims; biases and norms have none."""
     clip: float | None = None

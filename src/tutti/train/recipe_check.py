@@ -44,6 +44,18 @@ from tutti.train.training_schedule import check_numbers, make_schedule
 from tutti.world.errors import UsageError, did_you_mean
 
 _BYTE_DATASETS = ("stdlib", "text", "jsonl", "parquet")  # read as bytes by the model gpt
+# Optimizers of torch.optim, each with the fields of the recipe that it uses.
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "weight_decay"),
+    **dict.fromkeys(("adamw", "adam", "adamax", "nadam", "radam"), ("betas", "weight_decay")),
+    **dict.fromkeys(("adadelta", "adafactor", "adagrad", "asgd", "rmsprop"), ("weight_decay",)),
+    "rprop": (),
+}
+_OTHER_OPTIMIZERS = {
+    "lbfgs": "it calls the model several times in a step",
+    "muon": "it takes only matrices",
+    "sparseadam": "it takes only sparse gradients",
+}
 LOSSES = ("cross_entropy", "mse", "bce")
 METRICS = ("accuracy", "mse", "mae", "none")
 # Stands for the length of the training set, which is not known before the dataset is loaded.
@@ -56,6 +68,7 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
     _check_cuda_graph(recipe, ranks, device)
     check_model_and_data(recipe, schedule.layout, schedule.rank_batch, device)
     _check_task(recipe)
+    _check_optimizer(recipe, schedule.layout)
     check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
     check_engine(recipe.engine, schedule.layout)
     _check_layout(recipe, schedule.layout, schedule.accumulation)
@@ -126,9 +139,9 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
         used = ("channels", "classes", "vocab_size") if synthetic else ()
         names = [size.name for size in fields(recipe.architecture) if size.name not in used]
         unused |= dict.fromkeys(names, f"--model {recipe.model}")
-    unused["betas" if optimization.optimizer == "sgd" else "momentum"] = (
-        f"--optimizer {optimization.optimizer}"
-    )
+    used_options = OPTIMIZERS.get(optimization.optimizer.lower(), ())
+    for option in {"momentum", "betas", "weight_decay"}.difference(used_options):
+        unused[option] = f"--optimizer {optimization.optimizer}"
     if recipe.task.loss != "cross_entropy":
         unused["padded"] = unused["loss_parallel"] = f"--loss {recipe.task.loss}"
     if optimization.lr_scale == "none":
@@ -157,6 +170,7 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
         in ("float32", "bf16", "model"),
         "--split even": recipe.batching.split == "even",
         "targets without padding": not recipe.data.padded,
+        "--optimizer sgd or adamw": recipe.optimization.optimizer.lower() in ("sgd", "adamw"),
         "one rank": ranks == 1,
     }
     for requirement, met in requirements.items():
@@ -285,6 +299,22 @@ def _check_task(recipe: Recipe) -> None:
         raise UsageError(
             f"--metric {metric} does not fit --loss {loss}: use {', '.join(fitting[loss])} or "
             "package.module:function"
+        )
+
+
+def _check_optimizer(recipe: Recipe, layout: Layout) -> None:
+    optimizer = recipe.optimization.optimizer
+    if (reason := _OTHER_OPTIMIZERS.get(optimizer.lower())) is not None:
+        raise UsageError(
+            f"--optimizer {optimizer} does not fit a training step: {reason}. Use --optimizer "
+            f"{', '.join(OPTIMIZERS)} or package.module:function"
+        )
+    if optimizer.lower() not in OPTIMIZERS:
+        check_function(optimizer, "--optimizer", tuple(OPTIMIZERS))
+    if optimizer.lower() in ("adafactor", "rprop") and not layout.only_replicas:
+        raise UsageError(
+            f"--optimizer {optimizer} of torch needs whole parameters, but layout {layout} splits "
+            f"them: use --layout dp{layout.size} or another optimizer"
         )
 
 
