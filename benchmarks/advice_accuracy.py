@@ -216,14 +216,25 @@ def _alternative(
     out: str,
     pairs: int,
 ) -> dict[str, Any]:
-    from tutti.profile.try_advice import try_change
-
-    result = try_change([*bound, *program], change, step_s, Path(out), pairs)
+    """Measure the gain of a change in a process of its own, which can receive signals."""
+    task = json.dumps([program, change, step_s, out, pairs])
+    words = [*bound, sys.executable, __file__, "--try", task]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        return {"change": change, "gain_share": 0.0, "is_gain": False, "error": done.stderr[-2000:]}
+    result: dict[str, Any] = json.loads(done.stdout)
     shares = [
         1 - after / before
         for before, after in zip(result["without_s"], result["with_s"], strict=True)
     ]
     return result | {"is_gain": min(shares) > MISSED_SHARE}
+
+
+def try_alternative(task: str) -> None:
+    from tutti.profile.try_advice import try_change
+
+    program, change, step_s, out, pairs = json.loads(task)
+    print(json.dumps(try_change(program, change, step_s, Path(out), pairs)))
 
 
 def text(row: dict[str, Any]) -> str:
@@ -252,9 +263,13 @@ def main() -> None:
     parser.add_argument("--cpus", type=int, default=4, help="CPUs of each workload")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs of each alternative")
     parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--try", dest="task", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         start_ranks(WORKLOADS[options.train], steps=1000)
+        return
+    if options.task:
+        try_alternative(options.task)
         return
     names = options.only.split(",") if options.only else list(WORKLOADS)
     if unknown := [name for name in names if name not in WORKLOADS]:

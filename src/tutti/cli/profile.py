@@ -182,8 +182,12 @@ def _try_advice(command: list[str], rows: dict[str, Any], out: Path) -> None:
     for line in skipped:
         print(f"tutti profile: {line}", file=sys.stderr)
     if advice is None:
-        reason = "there is no other advice" if skipped else "no advice exceeds the noise of a step"
-        print(f"tutti profile: --try-advice has nothing to try: {reason}", file=sys.stderr)
+        reason = "there is no other advice" if skipped else "no gain exceeds the noise of the steps"
+        print(
+            f"tutti profile: --try-advice has nothing to try: {reason}. More steps show smaller "
+            "gains, for example --active 40.",
+            file=sys.stderr,
+        )
         return
     step_s = fmean(row["step_s"]["p50"] for row in rows["ranks"])
     measured = try_change(command, advice["change"], step_s, out / "tried")
