@@ -26,7 +26,7 @@ LATE, SLEEP_S = 1, 0.03  # in plain_ddp.py
 def _profile(
     out: Path, command: list[Any], env: dict[str, str] | None = None, flags: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    result = out / "result.json"
+    result = out.with_suffix(".json")
     words = ["profile", "--out", out, *SCHEDULE, "--json", result, *flags, "--", *command]
     done = run_tutti(*words, env=env, cwd=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr
