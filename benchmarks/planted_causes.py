@@ -251,6 +251,7 @@ def main() -> None:
 
     def content() -> dict[str, Any]:
         return {
+            "schema": "tutti.benchmarks.planted_causes/1",
             "command": sys.argv,
             "machine": {
                 "processor": _processor(),

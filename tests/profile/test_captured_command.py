@@ -128,7 +128,7 @@ def test_one_trace_can_be_read_without_the_others(
     out, rows = gloo
     (tmp_path / "rank1.json.gz").write_bytes((out / "traces" / "rank1.json.gz").read_bytes())
 
-    result = tmp_path / "r" / "r.json"
+    result = tmp_path / "r.json"
     done = run_tutti("profile", "--trace", tmp_path, "--json", result)
     again = json.loads(result.read_text())
 
