@@ -17,7 +17,7 @@ from tutti.report.figures.machine_health import topology
 from tutti.report.figures.scaling_curves import scaling
 from tutti.report.figures.step_profile import communication, parts, waits
 from tutti.report.figures.step_timeline import operators, short_name, timeline
-from tutti.report.figures.training_curves import curves, runs_table, waiting
+from tutti.report.figures.training_curves import curves, memory_by_cause, runs_table, waiting
 from tutti.report.page import (
     SECTIONS,
     build_page,
@@ -124,6 +124,16 @@ def test_several_runs_are_listed_with_recipe_differences(two_ranks: Path, one_ra
     assert differences.table.head == ["setting", "two-ranks", "one-rank"]
     assert [0.05, 0.1] in [list(row[1:]) for row in differences.table.rows]
     assert set(_column(differences, "setting")) == {"optimization.lr", "length.steps", "ranks"}
+
+
+def test_memory_by_cause_adds_up_to_the_peak_of_each_rank(two_ranks: Path) -> None:
+    runs = read_sources([two_ranks]).runs
+    (figure,) = memory_by_cause(runs)
+    peaks = runs[0].summary["memory"]["host_peak_bytes"]
+    drawn = [sum(values) for values in zip(*(bar["x"] for bar in figure.traces), strict=True)]
+    assert drawn == pytest.approx([peak / 2**30 for peak in peaks], rel=0.02)
+    assert _column(figure, "total GiB") == pytest.approx(drawn)
+    assert "conv" in figure.description  # a module of LeNet
 
 
 def test_curves_have_a_learning_rate_a_gradient_norm_and_three_x_axes(

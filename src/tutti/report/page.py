@@ -31,7 +31,11 @@ from tutti.world.errors import UsageError
 # figure, write a generator and list it here.
 SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...] = (
     ("Runs", "runs", (training_curves.runs_table, training_curves.step_comparison)),
-    ("Training", "runs", (training_curves.curves, training_curves.waiting)),
+    (
+        "Training",
+        "runs",
+        (training_curves.curves, training_curves.memory_by_cause, training_curves.waiting),
+    ),
     ("Scaling", "tutti.scale", (scaling_curves.scaling, scaling_curves.learning_rates)),
     (
         "The step",

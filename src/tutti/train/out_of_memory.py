@@ -143,6 +143,8 @@ class Explainer:
         lines = [first, *_describe(parts, in_use, free)]
         if known:
             lines += [*needs.describe(), *_advise(changes)]
+        else:
+            lines.append("  the size of the model is not known yet: free memory on this host")
         report = {
             "rank": self.world.rank,
             "reason": first,
@@ -181,7 +183,8 @@ class Explainer:
                         break
             if fitting := [change for change in tried if change.fits]:
                 return fitting
-        return [change for change in tried if change.saves == max(c.saves for c in tried) > 0][:1]
+        useful = [change for change in tried if change.saves >= max(1, shortage)]
+        return sorted(useful, key=lambda change: -change.saves)[:1]
 
     def _change(
         self, needs: "Needs", recompute: bool, halvings: int, shard: bool
@@ -387,8 +390,11 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def _short(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+    """Return a path relative to the current directory, or to the folder of torch or tutti."""
+    for folder in (Path.cwd(), _TORCH.parent, _TUTTI.parent):
+        if folder in Path(file).parents:
+            return str(Path(file).relative_to(folder))
+    return file
 
 
 def _function(frame: traceback.FrameSummary) -> str | None:

@@ -19,6 +19,17 @@ _MAX_CURVES = 16  # maximum number of curves (one per rank) in one plot
 _DOTTED = {"width": 1, "dash": "dot"}
 _MAX_ROWS = 16 * plot.MAX_POINTS  # of the table below a plot
 
+_GIB = 2**30
+_MEMORY_COLOURS = {
+    "parameters": plot.BLUE,
+    "gradients": plot.SKY,
+    "optimizer": plot.GREEN,
+    "activations": plot.ORANGE,
+    "buffers": plot.PURPLE,
+    "fragmentation": plot.VERMILION,
+    "other": plot.GREY,
+}
+
 _Line = tuple[Run, str, str, dict[str, Any]]  # run, name of the curve, metric, style
 
 
@@ -89,6 +100,33 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
         bars,
         plot.bar_layout("ms", 150 + 34 * len(means), barmode="stack"),
     )
+
+
+def memory_by_cause(runs: Sequence[Run]) -> Iterator[Figure]:
+    """Yield the parts of each rank's peak memory, and the modules with the largest activations."""
+    for run in runs:
+        ranks = (run.summary.get("memory") or {}).get("ranks") or []
+        if not ranks:
+            continue
+        rows = [{**row, "rank": f"rank {row['rank']}"} for row in ranks]
+        drawn = rows[: plot.MAX_POINTS // 4]
+        labels = [row["rank"] for row in drawn]
+        bars = [
+            plot.bar(part, labels, [(row[part] or 0) / _GIB for row in drawn], colour, "GiB")
+            for part, colour in _MEMORY_COLOURS.items()
+            if any(row[part] for row in drawn)
+        ]
+        layout = plot.bar_layout("GiB", 150 + 34 * len(drawn), barmode="stack", showlegend=True)
+        modules = [
+            f"{item['module']} {item['bytes'] / 2**20:.4g} MiB"
+            for item in ranks[0]["activations_by_module"][:3]
+        ]
+        largest = f" Largest activations of rank 0: {', '.join(modules)}." if modules else ""
+        noted = dict.fromkeys(row["note"] for row in ranks if row["note"])
+        notes = "".join(f" Note: {note}." for note in noted)
+        yield plot.figure(
+            "memory_by_cause", rows, bars, layout, run=run.name, notes=largest + notes
+        )
 
 
 def curves(runs: Sequence[Run]) -> Iterator[Figure]:
