@@ -7,11 +7,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tutti.world.liveness import Failure, Liveness, open_listener
-from worlds import run_command
+from worlds import run_command, run_warm
 
 HOSTS = ["a", "b", "c"]
 
@@ -114,8 +115,9 @@ print([before, held() is not None])
 """
 
 
-def test_idle_gloo_threads_have_released_their_tensors() -> None:
-    done = run_command([sys.executable, "-c", PROGRAM])
+def test_idle_gloo_threads_have_released_their_tensors(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run_warm([tmp_path / "program.py"])
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.lower()) == [True, False]

@@ -14,7 +14,7 @@ from torch import nn
 
 import tutti
 from tutti.world.exchange import gather_json
-from worlds import TUTTI, in_world, run_command
+from worlds import in_world, run_command, run_warm
 
 
 def test_a_world_of_one_rank_works_and_ends_with_its_context() -> None:
@@ -127,7 +127,7 @@ def test_a_usage_error_inside_the_world_is_one_line(tmp_path: Path) -> None:
     script.write_text(
         "import tutti\nwith tutti.init():\n    raise tutti.UsageError('use --less')\n"
     )
-    done = run_command([TUTTI[0], script])
+    done = run_warm([script])
     assert (done.returncode, done.stderr) == (2, "tutti: use --less\n")
 
 
@@ -135,7 +135,7 @@ def test_a_usage_error_of_init_is_one_line_and_exit_code_two(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text("import tutti\ntutti.init()\n")
     lost = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "999"}
-    done = run_command([TUTTI[0], script], env=lost)
+    done = run_warm([script], env=lost)
     assert done.returncode == 2
     assert done.stderr.startswith("tutti: the master 'nowhere.invalid' (from MASTER_ADDR)")
     assert done.stderr.count("\n") == 1
