@@ -68,6 +68,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return _profile(tmp_path_factory.mktemp("even"), **HEAVY)
 
 
+@pytest.mark.measured  # the first test that needs the fixture: it is measured alone
 def test_every_small_bucket_is_found(tiny: dict[str, Any]) -> None:
     of_one_step = [each for each in tiny["buckets"] if (each["rank"], each["step"]) == (0, 5)]
 
