@@ -159,7 +159,7 @@ def test_a_gpu_with_missing_nvlinks_is_named_with_their_number() -> None:
     assert finding.what == "rank 7 (n1, cuda:7), sending and receiving"
     assert (
         finding.causes[0]
-        == "observed: the GPU of rank 7 has 9 active NVLinks, the others 18 or more"
+        == "observed: the GPU of rank 7 has 9 active NVLinks, but the others have 18 or more"
     )
 
 

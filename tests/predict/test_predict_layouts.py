@@ -75,7 +75,7 @@ def test_one_rank_predicts_every_sample_once_and_completes_every_prompt(
             assert [each[:2] for each in completions] == [
                 [i, prompt] for i, prompt in enumerate(PROMPTS)
             ]
-        assert len({text for completions in texts for _, _, text in completions}) == len(
+        assert len({text for completions in texts for _, _, text, *_ in completions}) == len(
             texts
         ) * len(PROMPTS)
 

@@ -305,7 +305,7 @@ def test_no_module_of_train_can_unpickle() -> None:
                 names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
                 assert not names & modules, path.name
             if isinstance(node, ast.Attribute):
-                assert ast.unparse(node) not in ("torch.load", "torch.save"), path.name
+                assert ast.unparse(node) != "torch.load", path.name
                 assert not node.attr.endswith(("_object", "_object_list")), path.name
             if isinstance(node, ast.Name):
                 assert node.id not in ("eval", "exec"), path.name
