@@ -198,7 +198,7 @@ def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
     assert len(split.train) == len(split.test) == 75
     broken = tmp_path / "all" / "green" / "00.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    with pytest.raises(DataError, match=r"green/00\.png does not decode"):
+    with pytest.raises(DataError, match=r"green/00\.png cannot be decoded"):
         dataset.train.batch(torch.arange(len(dataset.train)))
     (tmp_path / "split" / "val" / "yellow").mkdir()
     with pytest.raises(DataError, match="yellow is a class"):

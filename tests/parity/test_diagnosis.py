@@ -72,7 +72,7 @@ def test_no_error_gives_no_diagnosis() -> None:
         ("dp2", 16.0, "16.000 × too large: not divided by dp × the microbatches = 16"),
         ("dp3.shard2", 48.0, "dp × shard × the microbatches = 48"),
         ("dp3.tp2", 6.0, "not divided by all ranks = 6"),
-        ("dp2", 1.7, "1.700 × too large: no axis of the layout and no number of microbatches"),
+        ("dp2", 1.7, "1.700 × too large: the factor equals neither the size of an axis"),
         ("dp2", -1.0, "gradients are -1.000 ×"),
     ],
 )
@@ -160,7 +160,7 @@ def test_an_error_of_a_later_step_names_the_step() -> None:
 
 def test_values_that_are_not_finite_are_wrong() -> None:
     nothing = [Difference("head.weight", math.inf), *GOOD[:-1]]
-    assert "not finite or missing, for example the gradient of head.weight" in _text(
+    assert "missing or not finite, for example the gradient of head.weight" in _text(
         replace(FINE, gradients=nothing)
     )
     broken = [Difference("head.weight", math.nan, math.nan, math.nan), *GOOD[:-1]]

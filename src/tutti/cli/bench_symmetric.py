@@ -18,15 +18,16 @@ from tutti.world.rank_cases import Cases, start_cases
 class Symmetric(bench.RankFlags):
     """Measure symmetric memory: tutti bench symmetric --ranks 2
 
-    The latencies are those of calls from Python: p50 and p99 over interleaved rounds. One way is
-    half of a round trip. Rank 0 accesses the memory of rank 1; only the barrier, one atomic and the
-    all-reduces involve all ranks. Results are checked. Ctrl-C keeps the results so far.
+    The latencies are those of calls from Python: p50 and p99 over rounds in which the
+    operations take turns. One-way latency is half of a round trip. Rank 0 accesses the memory of
+    rank 1; only barrier, fetch_add on one counter, and all_reduce involve all ranks. Results are
+    checked. Ctrl-C keeps the results so far.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = 2
     """Number of local ranks to start, unless a launcher has started ranks."""
     sizes: str = "1K,64K,1M,16M"
-    """Message sizes in bytes of the compared all-reduces: 1K,64K or 1K:64M:x4."""
+    """Message sizes in bytes of the all-reduce rows: 1K,64K or 1K:64M:x4."""
     budget: float = 0.2
     """Seconds for each row."""
     pin: bool = True

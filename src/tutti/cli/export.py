@@ -12,8 +12,9 @@ from tutti.measure.units import format_bytes
 class ExportFlags:
     """Export the weights of a run: tutti export --run runs/qwen --to exported
 
-    Reads a checkpoint of any layout, one tensor at a time. The folder of a run of --model hf:FOLDER
-    can be loaded with from_pretrained; it has the configuration and the tokenizer of FOLDER.
+    Reads a checkpoint of any layout, one tensor at a time. For a run with --model hf:FOLDER, the
+    exported files include the configuration and the tokenizer of FOLDER, so that from_pretrained
+    can load them.
     """
 
     run: Path

@@ -241,7 +241,7 @@ def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
     return [part[:length] for part, length in zip(everything, lengths, strict=True)]
 
 
-# ---- Coalesced collectives, which have the fixed cost of a collective once per bucket ----
+# ---- Coalesced collectives: one collective per bucket of tensors, to save latency ----
 
 
 @torch.no_grad()
@@ -263,8 +263,9 @@ def broadcast_coalesced(
 
 
 def _flat_buckets(tensors: Tensors, bucket_bytes: float) -> Iterator[Tensor]:
-    """Yield one flat tensor per bucket. After its use, copy its data back to the tensors.
+    """Yield one flat tensor per bucket, which the caller may change in place.
 
+    When the caller asks for the next bucket, the data of the last bucket is copied to its tensors.
     A bucket contains tensors of one dtype, in the given order. The tensor that reaches
     `bucket_bytes` ends its bucket, as in DDP. Tensors are not split.
     """

@@ -2,8 +2,8 @@
 
 A record has the field `text`, or the fields `prompt` and `completion`. Texts are packed: all tokens
 of all documents form one sequence, with an end token after each document, and a sample is a window
-of it. A prompt and its completion are one sample, padded to the sequence length; only the tokens
-of the completion have a loss.
+of this sequence. A prompt and its completion are one sample, padded to the sequence length; only
+the tokens of the completion have a loss.
 
 The cache is a directory of memory-mapped arrays below ~/.cache/tutti/tokens (or $XDG_CACHE_HOME).
 Its name is a hash of the paths, sizes and times of all files and of the tokenizer, so changed files
@@ -99,7 +99,7 @@ class ModelTokenizer:
         encoded = self._tokenizer(
             list(texts), add_special_tokens=start, return_attention_mask=False
         )["input_ids"]
-        # Some tokenizers add the end token themselves. It is added once, by the cache.
+        # _append adds the end token, so it is removed here if the tokenizer has added it, too.
         return [ids[:-1] if ids and ids[-1] == self.end else ids for ids in encoded]
 
 
@@ -209,7 +209,10 @@ class Documents:
 
 
 def tokenize(kind: str, path: Path, tokenizer: Tokenizer) -> Documents:
-    """Return the documents of a file or folder. All ranks of a host tokenize them once."""
+    """Return the documents of a file or folder, from the cache if they are in it.
+
+    One process tokenizes the documents; the other ranks wait, and then read the cache.
+    """
     files = [path] if path.is_file() else list(text_files(path))
     states = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
     key = json.dumps([_CACHE_VERSION, kind, states, tokenizer.fingerprint])
@@ -309,7 +312,7 @@ def _read_arrays(directory: Path) -> Documents | None:
             path, dtype = directory / f"{name}.raw", np.dtype(described[name]["dtype"])
             if path.stat().st_size != described[name]["bytes"]:
                 return None
-            # An empty file cannot be mapped. Copy-on-write, because torch needs writable memory.
+            # An empty file cannot be mapped. torch needs writable memory, hence copy-on-write: c.
             mapped = described[name]["bytes"] > 0
             arrays[name] = np.memmap(path, dtype, mode="c") if mapped else np.empty(0, dtype)
     except (OSError, ValueError, KeyError, TypeError):

@@ -47,14 +47,14 @@ class ImageFiles(Samples):
                 return torch.from_numpy(np.array(image)).permute(2, 0, 1)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             reason = str(error).splitlines()[0]
-            raise DataError(f"{path} does not decode ({reason}): replace or delete it") from None
+            raise DataError(f"{path} cannot be decoded ({reason}): replace or delete it") from None
 
 
 def image_folder_dataset(folder: Path, pixels: int) -> Dataset:
     """Return the images below `folder`, which has one folder per class.
 
-    If it has the folders `train` and `test` (or `val`), each with one folder per class, these are
-    the two sets. Otherwise every 20th image of a class is in the test set.
+    If `folder` has the folders `train` and `test` (or `val`), each with one folder per class, these
+    are the training set and the test set. Otherwise every 20th image of a class is in the test set.
     """
     try:
         import PIL  # noqa: F401

@@ -187,7 +187,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing: give a folder of save_pretrained") from None
+        raise ModelError(f"{path} is missing: give a folder that save_pretrained wrote") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -230,7 +230,10 @@ def build_timm(name: str) -> "nn.Module":
 
 
 def build_causal_lm(folder: HuggingFaceFolder) -> "nn.Module":
-    """Return the model that config.json describes, in the dtype of its weights, on any device."""
+    """Return the model that config.json describes, in the dtype of its saved weights.
+
+    The model is on torch's default device, which may be meta. Its weights are not loaded.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -261,7 +264,10 @@ def build_causal_lm(folder: HuggingFaceFolder) -> "nn.Module":
 
 
 def saved_dtype(folder: HuggingFaceFolder) -> str:
-    """Return the dtype of the weights, such as bfloat16: of config.json, else of the files."""
+    """Return the dtype of the weights, such as bfloat16.
+
+    It is the dtype in config.json, or the most frequent dtype in the files if config.json has none.
+    """
     named = folder.config.get("dtype") or folder.config.get("torch_dtype")
     if named in _DTYPES.values():
         return str(named)
@@ -289,7 +295,7 @@ def load_tokenizer(folder: HuggingFaceFolder) -> Any:
 
 
 def end_tokens(folder: HuggingFaceFolder) -> list[int]:
-    """Return the tokens that end a text: of generation_config.json, else of config.json."""
+    """Return the tokens that end a text, from generation_config.json or else from config.json."""
     file = folder.path / "generation_config.json"
     config = _read_json(file) if file.is_file() else {}
     end = config.get("eos_token_id", folder.config.get("eos_token_id"))
@@ -377,10 +383,11 @@ def tensor_sources(
 def saved_form(
     model: "nn.Module", shapes: Mapping[str, tuple[int, ...]]
 ) -> "Callable[[str, Tensor], Mapping[str, Tensor]] | None":
-    """Return the conversion of one tensor of the model to the tensors that transformers saves.
+    """Return a function that converts a tensor of the model to the tensors that transformers saves.
 
-    None: the model has the same form in files, or its conversion needs several tensors at once; in
-    that case from_pretrained also reads the form of the model.
+    Return None, so that tensors are saved as they are in the model, if transformers saves the same
+    tensors, or if its conversion needs several tensors at once. In the second case, from_pretrained
+    can also read the tensors as they are in the model.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion

@@ -100,8 +100,9 @@ def train_under_layout(
         workload.samples, workload.batch // ranks, rank=mesh.data_rank, ranks=ranks, device=device
     )
     tolerance = TOLERANCES[options.precision]
-    # AdamW moves every parameter about equally far. A much smaller update has a gradient near zero,
-    # so the error of every update is relative to the largest update of all parameters.
+    # AdamW divides a gradient by its size, so most updates are about equally large. Only gradients
+    # near zero give much smaller updates, and their relative rounding error is large. Therefore the
+    # error of every update is relative to the largest update of all parameters.
     update_floor = tolerance.floor if name == "sgd" else 1.0
     for record, batch in zip(reference, loader.stream(), strict=False):
         loss = comm.all_reduce(step(batch).detach().double())
@@ -190,7 +191,11 @@ def _compare_all(
     *,
     finite_only: bool = True,
 ) -> list[Difference]:
-    """Compare tensors by name. The floor applies to the names in `floored`, by default to all."""
+    """Compare tensors by name.
+
+    The error of a tensor is relative to its largest value in the reference. For the tensors in
+    `floored` (default: all), the divisor is at least `floor` × the largest value of all of them.
+    """
     floored = reference.keys() if floored is None else floored
     values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
     min_scale = floor * max((float(value.abs().max()) for value in values), default=0.0)
@@ -280,7 +285,7 @@ class Reference:
         self._cause_is_known = False
 
     def cause(self) -> str | None:
-        """Return why no layout can agree with one device, or None if the model allows it.
+        """Return why no layout can agree with one device, or None if the checks find no reason.
 
         Every rank runs the one-device checks. They take several steps, so call this method only
         after a layout has failed. All ranks must call this method.

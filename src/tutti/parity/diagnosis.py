@@ -121,7 +121,10 @@ def compare_tensors(
 
 
 def differing_ranks(steps: Sequence[tuple[float, float]]) -> str | None:
-    """Compare each rank's loss and gradient norm of one step with the same weights and samples."""
+    """Return a message if a rank computes another loss or gradient norm than rank 0, else None.
+
+    All ranks have computed one step from the same weights and samples.
+    """
     for rank, step in enumerate(steps):
         for what, own, first in zip(("loss", "gradient norm"), step, steps[0], strict=True):
             if not math.isclose(own, first, rel_tol=1e-9):
@@ -184,7 +187,7 @@ def _gradients(
     # Whether ranks hold different values of the same gradient.
     disagree = any(diff.spread > tolerance.gradient for diff in bad)
     if any(not math.isfinite(diff.error) for diff in bad):
-        return f"gradients are not finite or missing, for example the gradient of {worst_name}"
+        return f"gradients are missing or not finite, for example the gradient of {worst_name}"
     if len(bad) == total and factor is not None:
         return f"gradients are {_size(factor)}: {_cause(factor, setting)}"
     roles = {setting.roles.get(diff.name, "unknown") for diff in bad}
@@ -195,7 +198,7 @@ def _gradients(
     )
     if disagree:
         axes = _shared_axes(setting.layout)
-        return f"{differ} between ranks; the worst is {worst_name}: it was not summed over {axes}"
+        return f"{differ} between ranks; the worst is {worst_name}: not summed over {axes}"
     if factor is not None:
         return f"{differ} by a common factor; they are {_size(factor)}: {_cause(factor, setting)}"
     missing = (1 - step.loss.factor) * samples
@@ -208,7 +211,7 @@ def _gradients(
             f"loss: {count} of the step's {samples} samples {problem}"
         )
     loss = "and the loss differs" if loss_differs else "but the loss agrees"
-    hint = ": different samples or weights" if len(bad) == total and loss_differs else ""
+    hint = ": the samples or the weights differ" if len(bad) == total and loss_differs else ""
     return f"{differ} by no common factor, {loss}{hint}; the worst is {worst_name}"
 
 
@@ -220,8 +223,8 @@ def _one_role(
     if role == "tied embedding":
         problem = "half of its gradient is missing" if factor is None else _size(factor)
         return (
-            f"only {bad[0].name}, the tied embedding, is wrong ({problem}): its gradient is the "
-            "sum of the embedding's and the head's"
+            f"only {bad[0].name}, the tied embedding, is wrong ({problem}): its gradient must "
+            "be the sum of the gradients of the embedding and of the head"
         )
     wrong_part = f"only {bad[0].name} ({role}) is wrong{size}"
     if len(bad) > 1:
@@ -243,7 +246,8 @@ def _loss(factor: float, setting: Setting) -> str:
     if factor > 1 and causes:
         return f"{text}: the factor is {' and '.join(causes)}, so every rank adds the whole loss"
     if causes:
-        return f"{text}: the factor is 1 / {' and 1 / '.join(causes)}, so only a part is summed"
+        sizes = " and ".join(causes)
+        return f"{text}: the factor is the inverse of {sizes}, so only a part of the loss is summed"
     return f"{text}: the reported loss is not the loss that is minimised"
 
 
@@ -258,7 +262,7 @@ def _norm(factor: float, setting: Setting) -> str:
         )
         return f"{text}, the root of {' or '.join(causes)}: {problem}"
     axes = [axis for axis in ("pp", "tp", "shard") if setting.layout.axes[axis] > 1]
-    over = f": is it summed over {', '.join(axes)}?" if axes else ""
+    over = f": check that the norm is summed over {', '.join(axes)}" if axes else ""
     return f"{text}{over}"
 
 
@@ -276,7 +280,7 @@ def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Toleran
             f"{text}; {buffer.name} is {_size(buffer.factor)}: it was updated in recomputed or "
             "padded microbatches, or not in all microbatches"
         )
-    return f"{text}: its samples differ, or its samples have different weights"
+    return f"{text}: it was updated with other samples, or with other weights of the samples"
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:
@@ -299,7 +303,7 @@ def _size(factor: float) -> str:
 def _cause(factor: float, setting: Setting) -> str:
     causes = list(_equal_sizes(factor, setting))
     if not causes:
-        return "no axis of the layout and no number of microbatches equals that factor"
+        return "the factor equals neither the size of an axis nor the number of microbatches"
     sizes = " or ".join(causes)
     if factor > 1:
         return f"not divided by {sizes}, or summed over it once too often"

@@ -4,10 +4,12 @@ The texts are in advice.toml. The gain of a change is computed for each recorded
 sets of assumptions that the recording cannot decide between. The band of the gain reaches from the
 lowest first quartile to the highest third quartile, and is widened by the noise of the steps. Only
 advice whose whole band is above zero is offered. Gains do not add up: two changes that remove the
-same wait remove it only once. `notes` are findings whose gain the recording does not show.
+same wait remove it only once. `findings_without_gain` returns findings whose gain the recording
+does not show.
 
-`change` says how `tutti profile --try-advice` applies an advice: see program_settings.py, and
-`flags` of tutti train. It is None if a person must change the program.
+`change` is what `tutti profile --try-advice` changes: settings of the program, which
+program_settings.py applies, or {"flags": {FLAG: VALUE}} for a run of tutti train. `change` is None
+if the user must change the program.
 """
 
 import math
@@ -26,7 +28,8 @@ from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text, late_rank
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
-# Share of the step by which two runs of one program differ, even if their steps are all equal.
+# Two runs of the same program may differ by this share of the step, even if the steps within each
+# run take the same time.
 _RUN_NOISE = 0.03
 _LARGEST_SCALAR = 1024  # bytes. A smaller all-reduce is a loss, not a gradient.
 _MEMORY_FULL = 0.9  # share of the device's memory
@@ -34,8 +37,9 @@ _MAX_WORKERS = 16
 # Seconds to receive a batch from a worker process: at best, at worst, and per byte at worst.
 _FETCH_S, _MAX_FETCH_S, _MAX_FETCH_S_PER_BYTE = 1e-4, 1.5e-3, 1e-9
 _EVENT_S = 4e-6  # seconds by which the profiler lengthens a short operator
-# Share of the time of a transfer by which computation at the same time becomes slower: if a CPU or
-# the GPU's copy engines are free for the transfer, and if it needs the CPUs of the computation.
+# A transfer of t seconds lengthens the computation that runs at the same time by this factor × t.
+# First: a CPU or the GPU's copy engines are free for the transfer. Second: the transfer and the
+# computation use the same CPUs.
 _CONTENTION, _FULL_CONTENTION = 0.2, 1.0
 # Advice that shortens the all-reduces of gradients. The gain of gradient accumulation is computed
 # from the time of all-reduces that remains after this advice.
@@ -141,7 +145,10 @@ class ProfiledRun:
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed_steps(self, axis: str | None, bucket: bool | None = None) -> list[float]:
-        """Return exposed seconds of each step on an axis: of buckets, of others, or of both."""
+        """Return the seconds of exposed communication on an axis in each step.
+
+        `bucket` selects DDP buckets (True), other collectives (False) or both (None).
+        """
         return self.per_step(
             lambda step: sum(
                 parts["exposed"]
@@ -248,14 +255,14 @@ def _scaled(values: Sequence[float], *factors: float) -> list[list[float]]:
 
 
 def _argument(kind: str, text: str, constructed_at: str | None) -> str:
-    """Return the argument of a constructor to set, and where the program calls it."""
+    """Return the constructor call with the argument to set, and the file and line of the call."""
     return f"{kind}({text})" + (f" in {constructed_at}" if constructed_at else "")
 
 
 def _ddp_change(
     run: ProfiledRun, ddp: dict[str, Any], argument: str, value: Any, flag: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the text of a change of an argument of DDP, and the change."""
+    """Return a change of one DDP argument: as text, and as `change` (see the top of this file)."""
     name, _, given = flag.partition(" ")
     if run.is_tutti:
         return flag, {"flags": {name: given or None}}
@@ -470,7 +477,7 @@ def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
         return (moving - trace.compute).seconds
 
     gains = run.per_trace_step(exposed)
-    # A gather also copies parameters in and out, and its ranks wait for each other.
+    # The highest factor is above 1, because the copies and waits of the gathers disappear, too.
     yield _advice(
         run,
         "reshard",
@@ -495,7 +502,7 @@ def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
     gathers = _gathers(backward=False)
 
     def hideable(trace: RankTrace, step: Step) -> float:
-        """Return the exposed time of each gather that the computation before could hide."""
+        """Return the exposed time of gathers that the preceding computation could hide."""
         total, before = 0.0, step.start
         for call in sorted(gathers(trace, step), key=lambda call: call.start):
             exposed = Intervals.of([(call.transfer_start, call.end)]) - trace.compute
@@ -563,9 +570,10 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice 
 
 
 def _input(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to load data during the rest of the step, which needs load / rest workers.
+    """Yield advice to load data in worker processes, during the other parts of the step.
 
-    With w workers a step takes as long as its other parts on the slowest rank, or as loading / w.
+    If loading one batch takes l seconds and the other parts of the step take r seconds on the
+    slowest rank, a step with w workers takes max(r, l / w), so l / r workers are enough.
     """
     waits = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
     loaders = [(t.capture_info.get("program") or {}).get("loader") or {} for t in run.traces]
@@ -577,8 +585,8 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
     producers = max(1, workers) if run.is_tutti else workers
     if workers and not run.is_tutti and max(loader.get("starved", 0) for loader in loaders) < 0.5:
         return  # the batches are ready, and receiving them takes the time
-    # The work of each rank in each step without input, and its input. Waiting for other ranks is
-    # part of neither, because it follows from both.
+    # Seconds of each rank in each step: its own work, and its input. Neither contains the time
+    # that the rank waits for other ranks, because that time changes if work or input changes.
     own: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
     inputs: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
     for step in sorted(run.steps, key=lambda step: step.step):
@@ -604,7 +612,7 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
         fetch = _MAX_FETCH_S + batch_bytes * _MAX_FETCH_S_PER_BYTE if at_worst else _FETCH_S
         slowest = load / count * (1.15 if at_worst else 1.0)
         if at_worst and cpus and not producers:
-            # The process and its workers need at least this time of all CPUs.
+            # The process and its workers share the CPUs, so a step takes at least this time.
             slowest = max(slowest, process_cpu / cpus)
         for scale in {1.0, 1 / run.overhead}:
             gains = []
@@ -688,7 +696,10 @@ def _shared_cpus(run: ProfiledRun) -> Iterator[tuple[str, list[RankTrace], int, 
 
 
 def _cpu_binding(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to bind ranks to separate CPUs, with which all ranks could take the mean."""
+    """Yield advice to bind ranks to separate CPUs.
+
+    The gain assumes that the slowest rank would then take the present mean time of all ranks.
+    """
     for host, traces, cpus, _ in _shared_cpus(run):
         work = [trace.compute_estimate / len(trace.steps) for trace in traces]
         if min(work) <= 0 or max(work) >= 1.02 * min(work) or cpus < len(traces):
@@ -724,7 +735,10 @@ def _too_many_threads(run: ProfiledRun) -> Iterator[str]:
 
 
 def _memory_full(run: ProfiledRun) -> Iterator[str]:
-    """Yield a note if replicas nearly fill the memory. Sharding moves more bytes."""
+    """Yield a note if replicas nearly fill the memory.
+
+    The gain of sharding is unknown, because it moves more bytes but allows a larger batch.
+    """
     full = max((used / device for used, device in run.device_memory()), default=0)
     if full > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
         cure = "--layout shardN" if run.is_tutti else "fully_shard"

@@ -1,10 +1,12 @@
 """Predicts a backward pass with other DDP buckets, from the recorded times of each gradient.
 
 The model follows DDP. A bucket has whole parameters, as torch itself has assigned them (see
-program_settings.py). A bucket is sent when all of its gradients are ready on all ranks, after the
-bucket before, and when a lane of the backend is free (NCCL has one lane, gloo has two). A message
-of s bytes takes α + β·s seconds. Gradients become ready at the recorded times, without the calls
-of the recorded buckets and with the calls of the other buckets.
+program_settings.py). A bucket is sent when all of its gradients are ready on all ranks, the
+call for the previous bucket has returned, and a lane of the backend is free. A lane carries one
+message at a time (NCCL has one lane, gloo has two). A message of s bytes takes α + β·s seconds. The
+call for a bucket delays all later gradients. Therefore the delays of the recorded calls are
+subtracted from the recorded times of the gradients, and the delays of the predicted calls are
+added.
 """
 
 import heapq
@@ -22,7 +24,8 @@ from tutti.profile.step_breakdown import buckets_in
 _SEPARABLE = 4.0  # ratio of message sizes that separates latency from bandwidth
 _TOUCH = 1e-6  # seconds by which messages must overlap to count as concurrent
 _MAX_STEPS = 48  # maximum number of steps. More steps hardly change the quartiles.
-# The bandwidth of the slowest link that is assumed if messages of one size do not show it: 1 Gbit/s
+# Messages of one size do not show the bandwidth. It is then assumed to be at least 1 Gbit/s, in
+# bytes per second.
 _SLOWEST_LINK = 0.125e9
 
 
@@ -35,7 +38,7 @@ class MessageCost(NamedTuple):
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """Fit α and β to (bytes, seconds), by least squares of the relative errors of the medians."""
+    """Fit α and β to (bytes, seconds): least squares of relative errors, on the median per size."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for size, seconds in points:
         if seconds > 0:
@@ -55,8 +58,8 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
 class _Backward(NamedTuple):
     """One backward pass of one rank."""
 
-    ready: dict[int, float]  # the time of each gradient without the calls of buckets
-    end: float  # the end of the computation without the calls of buckets
+    ready: dict[int, float]  # when each gradient is ready, minus the calls for earlier buckets
+    end: float  # the end of the computation, minus the calls for all buckets
     call_seconds: float  # the time that the call for a bucket takes on the calling thread
     finish: float  # the recorded end of the computation and of all buckets
     buckets: list[Collective]
@@ -78,7 +81,7 @@ class PredictedGain:
     """The seconds that one change would save in each step: one list for each set of assumptions."""
 
     scenarios: list[list[float]]
-    more_hidden: float  # seconds per step by which more communication runs during backward
+    more_hidden: float  # additional seconds of communication during backward, per step
 
 
 class BucketModel:
@@ -118,7 +121,7 @@ class BucketModel:
     def gain(
         self, buckets: Sequence[Sequence[int]], cost: MessageCost, ranks: int, overhead: float
     ) -> PredictedGain:
-        """Return the gain of other buckets. Recorded steps take `overhead` times as long."""
+        """Return the gain of other buckets. Recording makes a step `overhead` times as long."""
         scenarios: list[list[float]] = []
         more_hidden: list[float] = []
         largest = max(map(self._size, buckets))
@@ -145,13 +148,13 @@ class BucketModel:
     def _cost_variants(
         self, cost: MessageCost, largest: float, ranks: int
     ) -> Iterator[MessageCost | None]:
-        """Yield costs that agree with the recorded messages. None fits each step by itself."""
+        """Yield costs that agree with the recorded messages. None: fit the cost of each step."""
         yield cost
         if cost.separated:
             yield None
             if largest > _SEPARABLE * self.largest:  # the fit is extrapolated
                 yield cost._replace(beta=cost.beta / 2)
-                # The messages would not show a β that adds a quarter of α to the largest of them.
+                # A β that adds α / 4 to the largest recorded message would not show in the fit.
                 unseen = cost.alpha / 4 / max(1, self.largest)
                 yield cost._replace(beta=max(2 * cost.beta, unseen))
             return

@@ -187,7 +187,9 @@ def check_model(recipe: Recipe) -> None:
     if model == "own":
         raise UsageError("--recipe own needs your model: add --model package.module:function")
     if model == "hf":
-        raise UsageError("--recipe hf needs a folder of save_pretrained: add --model hf:FOLDER")
+        raise UsageError(
+            "--recipe hf needs a folder that save_pretrained wrote: add --model hf:FOLDER"
+        )
     if source := split_source(model):
         _check_hugging_face(recipe, *source)
     elif model not in RECIPES:

@@ -114,7 +114,10 @@ class Task:
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _same_shape(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets of the same shape and dtype. A last dim of 1 may differ."""
+        """Return outputs and targets with the same shape and dtype.
+
+        If only one of them has an additional last dim of size 1, the other one gets this dim.
+        """
         if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             shape = tuple(outputs.shape)
             if shape == (*targets.shape, 1):  # torch would broadcast (N, 1) and (N) to (N, N)
@@ -137,7 +140,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _sums(result: Any, samples: int, flag: str) -> Sums:
-    """Return the sums of what a loss or metric function returned, after a check of its shape.
+    """Check the shape of the result of a loss or metric function, and return its sums.
 
     Without weights, the value of a sample is the mean over its elements, and its weight is 1.
     """
@@ -159,8 +162,9 @@ def _sums(result: Any, samples: int, flag: str) -> Sums:
 def class_dim(outputs: object, targets: Tensor, model: str) -> int:
     """Return the dim of the classes, after a check that the outputs are logits for the targets.
 
-    The classes are in the last dim, as for tokens, or in dim 1, as for images (N, C, H, W). If both
-    fit, the last dim is meant with up to 3 dims, and dim 1 with more. Reads no tensor values.
+    The classes are in the last dim, as for tokens, or in dim 1, as for images (N, C, H, W). If the
+    shapes fit both, outputs of up to 3 dims have the classes in the last dim, and outputs of more
+    dims in dim 1. Reads no tensor values.
     """
     if not isinstance(outputs, Tensor):
         keys = [str(key) for key in outputs] if isinstance(outputs, Mapping) else []

@@ -1,8 +1,9 @@
 """tutti.spawn: run a Python function as local ranks and return the result of every rank.
 
-The function and its arguments are pickled into a private folder. Each rank is a new process of
-this module that reads them, calls the function and writes its result into the folder. cloudpickle
-also pickles functions that a rank cannot import: those of a notebook, a REPL or a script.
+The function and its arguments are pickled into a private folder. Each rank is a new process that
+runs this module: it reads the pickle file, calls the function and writes the result into the
+folder. cloudpickle also pickles functions that a rank cannot import, because they are defined in a
+notebook, a REPL or a script.
 """
 
 import json
@@ -53,8 +54,8 @@ def spawn(
     tensors as `tensor.cpu()`.
 
     `show` selects the ranks whose output is printed. `timeout` limits the seconds that a collective
-    may take. If a rank fails, all ranks end and RankFailed has the traceback of the first rank that
-    failed. Ctrl-C ends all ranks and raises KeyboardInterrupt.
+    may take. If a rank fails, all ranks end, and RankFailed is raised with the traceback of the
+    rank that failed first. Ctrl-C ends all ranks and raises KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("tutti.spawn handles signals: call it from the main thread.")
@@ -93,8 +94,8 @@ def _write_call(folder: Path, function: Callable[..., object], args: Sequence[ob
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         name = getattr(function, "__name__", repr(function))
         raise UsageError(
-            f"tutti.spawn cannot send {name} to the ranks: {error}. Create such an object inside "
-            "the function, or pass it as an argument that can be pickled."
+            f"tutti.spawn cannot send {name} to the ranks: {error}. Create the object "
+            "that cannot be pickled inside the function, or pass an argument that can be pickled."
         ) from None
 
 

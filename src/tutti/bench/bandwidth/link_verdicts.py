@@ -39,7 +39,8 @@ VERDICTS = ("unknown", "good", "degraded", "bad")  # in order of severity, lowes
 # A figure below these fractions of its reference is "degraded" or "bad".
 DEGRADED, BAD = 0.8, 0.5
 _SLOW = ("degraded", "bad")
-# Differences of up to this many σ are noise; σ is 1.4826 × MAD over ends and passes.
+# Differences of up to this many σ are noise. σ is the larger of two estimates: the spread
+# between ends (1.4826 × MAD), and the spread between the passes of a pair. See _class_reference.
 _SIGMAS = 3
 
 
@@ -207,7 +208,7 @@ def _judge_class(
         if (expected := published(row)) is not None and best is not None:
             row["verdict"] = _worst([row["verdict"], fraction_verdict(best, expected.gbs)])
             below_catalogue += best < DEGRADED * expected.gbs
-    # Pairs that are good in each single direction may be slow in both directions at the same time.
+    # A pair that is good in each direction alone may be slow if both directions run at once.
     good = {flow for flow, row in by_flow.items() if row["verdict"] not in _SLOW}
     for flow, row in by_flow.items():
         if {flow, flow[::-1]} <= good:
@@ -243,8 +244,8 @@ def _judge_class(
 def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tuple[float, float]:
     """Return the reference speed of a class, and the lowest speed that counts as good.
 
-    Spreads are computed from logarithms of speeds, because a disturbance divides a speed by some
-    factor, for fast and for slow links.
+    Spreads are computed from logarithms of speeds, because a disturbance divides the speeds of fast
+    and of slow links by about the same factor.
     """
     best: dict[Any, float] = {}
     for row in rows:

@@ -14,7 +14,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 WARPS = 1  # one warp is enough for one word
 
-# Without do_not_specialize, some new values of a number would compile the kernel again.
+# Triton compiles a kernel again for some values of its integer arguments (1, multiples of 16).
+# do_not_specialize prevents this.
 
 
 @triton.jit(do_not_specialize=["address", "value"])
@@ -56,8 +57,11 @@ def _await(word, at_least, start, limit_ns):
 
 @triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "number"])
 def wait_for_word(address, at_least, limit_ns, failed, number):
-    """Wait for a word. If the wait times out, its number is written to `failed`, and the stream
-    continues."""
+    """Wait until a word is at least `at_least`.
+
+    If the wait times out, the kernel writes `number`, by which the host identifies this wait, to
+    the word at address `failed`, and the stream continues.
+    """
     word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
     wanted = at_least.to(tl.int64)
     start = _now()
