@@ -24,7 +24,7 @@ from tutti.train.checkpoint import Checkpoints
 from tutti.train.init import build_optimizer
 from tutti.train.recipe import Compute, Optimization
 from tutti.train.recipe_check import OPTIMIZERS
-from tutti.train.step import Step, evaluate
+from tutti.train.step import Step, as_model_dtype, evaluate
 from tutti.train.task import Task
 from tutti.world.world import World
 from worlds import in_world
@@ -44,6 +44,21 @@ class TwoInputs(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
         hidden = torch.tanh(self.left(a) + self.right(b))
         return {"value": self.value(hidden), "label": self.label(hidden)}
+
+
+class TinyForCausalLM(nn.Module):
+    """Returns its own loss, as models of transformers do: the mean over the labels it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
 
 
 def weighted(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -74,6 +89,17 @@ def case(name: str) -> tuple[nn.Module, Any, Any, Task]:
         labels = torch.randint(3, (SAMPLES, 5, 4))
         labels[torch.rand(labels.shape) < 0.3] = -100
         return net, torch.randn(SAMPLES, 2, 5, 4), labels, Task(padded=True)
+    if name == "model":
+        tokens = torch.randint(9, (SAMPLES, 6))
+        labels = tokens.clone()
+        labels[torch.arange(6) > torch.arange(SAMPLES)[:, None]] = -100
+        labels[:, 1] = tokens[:, 1]  # every sample has a label
+        return (
+            TinyForCausalLM(),
+            tokens,
+            labels,
+            Task(loss="model", metric="none", shifts_labels=True),
+        )
     assert name == "heads"
     inputs = {"a": torch.randn(SAMPLES, 4), "b": torch.randn(SAMPLES, 3)}
     targets = {"value": torch.randn(SAMPLES), "label": torch.randint(5, (SAMPLES,))}
@@ -96,6 +122,8 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float, float | None]:
     )
 
     def loss_and_metric() -> tuple[Tensor, Tensor | None]:
+        if name == "model":
+            return net(inputs, targets)["loss"], None
         outputs = call_with(net, inputs)
         if name == "mse":
             return F.mse_loss(outputs, targets), (outputs - targets).abs().mean()
@@ -125,9 +153,9 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float, float | None]:
 
 def errors(world: World, folder: str) -> dict[str, float]:
     found = {}
-    for name in ("mse", "bce", "weighted", "segmentation", "heads"):
+    for name in ("mse", "bce", "weighted", "segmentation", "heads", "model"):
         for layout in ("dp2", "shard2", "pp2"):
-            if (name, layout) == ("heads", "pp2"):
+            if name in ("heads", "model") and layout == "pp2":
                 continue  # a pipeline takes one tensor
             net, inputs, targets, task = case(name)
             samples = TensorSamples(inputs, targets)
@@ -136,7 +164,7 @@ def errors(world: World, folder: str) -> dict[str, float]:
                 net.double(),
                 world,
                 parallel=ParallelOptions(layout=layout),
-                example=map_tensors(lambda t: t.double(), example),
+                example=as_model_dtype(example, net.double()),
                 microbatches=3,
                 microbatch_size=3 if layout == "pp2" else 2,
             )
@@ -211,7 +239,7 @@ def test_losses_several_tensors_and_optimizers_equal_one_device_in_every_layout(
     tmp_path: Path,
 ) -> None:
     for rank in in_world(errors, 2, str(tmp_path)):
-        assert len(rank) == 14 + len(OPTIMIZERS) + 1
+        assert len(rank) == 16 + len(OPTIMIZERS) + 1
         large = {name: error for name, error in rank.items() if error > 1e-12}
         # torch has mu_product in float32, and load_state_dict converts it to float64.
         assert large.pop("nadam", 0.0) <= 1e-8 and not large

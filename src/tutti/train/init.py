@@ -5,6 +5,7 @@ The model is built on the meta device: parallel/apply.py allocates this rank's s
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -163,7 +164,9 @@ def model_maker(recipe: Recipe, dataset: Dataset | None) -> Callable[[], nn.Modu
                 kind = type(model).__name__
                 raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
             _check_parameters(model, f"--model {recipe.model}")
-            if recipe.task.loss in LOSSES:  # your own loss gets what forward returns
+            if recipe.task.loss == "model":
+                _check_labels(model, recipe.model)
+            elif recipe.task.loss in LOSSES:  # your own loss gets what forward returns
                 model.register_forward_hook(_only_logits)
             return model
 
@@ -278,7 +281,7 @@ def load_dataset(recipe: Recipe) -> Dataset:
 
 def _target_problem(targets: Any, loss: str) -> str | None:
     """Return why a loss cannot use these targets of a sample, and the cure; None if it can."""
-    if loss not in LOSSES:
+    if loss not in LOSSES or loss == "model":
         return None
     if not isinstance(targets, Tensor):
         return (
@@ -300,7 +303,17 @@ def _target_problem(targets: Any, loss: str) -> str | None:
     return None
 
 
-def build_task(recipe: Recipe, dataset: Dataset) -> Task:
+def _check_labels(model: nn.Module, name: str) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if "labels" not in parameters and not takes_any:
+        raise UsageError(
+            f"--loss model: forward of --model {name} takes no labels, only "
+            f"{', '.join(parameters)}: use --loss cross_entropy or package.module:function"
+        )
+
+
+def build_task(recipe: Recipe, dataset: Dataset, model: nn.Module) -> Task:
     """Return the recipe's loss and metric, with the user's own functions."""
     loss, metric = recipe.task.loss, metric_of(recipe)
     return Task(
@@ -308,6 +321,7 @@ def build_task(recipe: Recipe, dataset: Dataset) -> Task:
         model=recipe.model,
         loss=loss,
         metric=metric,
+        shifts_labels=type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")),
         own_loss=None if loss in LOSSES else load_function(loss, "--loss", LOSSES),
         own_metric=None if metric in METRICS else load_function(metric, "--metric", METRICS),
     )

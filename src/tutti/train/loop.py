@@ -175,7 +175,7 @@ class Trainer:
         self.explainer.schedule = self.schedule
         model, weights, notes = agree(lambda: build_meta_model(recipe, dataset))
         self.memory.begin_model(model)
-        self.task = agree(lambda: build_task(recipe, dataset))
+        self.task = agree(lambda: build_task(recipe, dataset, model))
         parallel = recipe.parallel
         if recipe.task.loss != "cross_entropy":  # only cross entropy can use split logits
             parallel = replace(parallel, loss_parallel=False)

@@ -60,8 +60,9 @@ class TaskOptions:
 
     loss: str = "cross_entropy"
     """Loss: cross_entropy (class numbers), mse (regression), bce (several labels per sample, from
-    logits), or package.module:function, a function (outputs, targets) that returns one loss per
-    sample, or a pair (losses, weights)."""
+    logits), model (the loss that the model returns if it gets labels, as models of transformers
+    do), or package.module:function, a function (outputs, targets) that returns one loss per sample,
+    or a pair (losses, weights)."""
     metric: str | None = None
     """Metric of the evaluation: accuracy, mse, mae, none, or package.module:function, a function
     (outputs, targets) that returns one value per sample, or a pair (values, weights). Default:

@@ -56,7 +56,7 @@ _OTHER_OPTIMIZERS = {
     "muon": "it takes only matrices",
     "sparseadam": "it takes only sparse gradients",
 }
-LOSSES = ("cross_entropy", "mse", "bce")
+LOSSES = ("cross_entropy", "mse", "bce", "model")
 METRICS = ("accuracy", "mse", "mae", "none")
 # Stands for the length of the training set, which is not known before the dataset is loaded.
 MANY_SAMPLES = 1 << 40
@@ -67,7 +67,7 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
     schedule = make_schedule(recipe, ranks, MANY_SAMPLES)  # checks numbers, layout and batch
     _check_cuda_graph(recipe, ranks, device)
     check_model_and_data(recipe, schedule.layout, schedule.rank_batch, device)
-    _check_task(recipe)
+    _check_task(recipe, schedule.layout)
     _check_optimizer(recipe, schedule.layout)
     check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
     check_engine(recipe.engine, schedule.layout)
@@ -281,7 +281,7 @@ def metric_of(recipe: Recipe) -> str:
     return recipe.task.metric or default
 
 
-def _check_task(recipe: Recipe) -> None:
+def _check_task(recipe: Recipe, layout: Layout) -> None:
     loss, metric, dataset = recipe.task.loss, metric_of(recipe), recipe.data.dataset
     if loss not in LOSSES:
         check_function(loss, "--loss", LOSSES)
@@ -292,7 +292,18 @@ def _check_task(recipe: Recipe) -> None:
             f"--loss {loss} needs targets that are numbers, but dataset {dataset} has class "
             "numbers: use --loss cross_entropy, or your own --dataset"
         )
+    if loss == "model" and dataset_kind(dataset) in DATASETS:
+        raise UsageError(
+            f"--loss model needs a dataset whose targets are the labels of the model, but dataset "
+            f"{dataset} has targets for --loss cross_entropy: use that, or your own --dataset"
+        )
+    if loss == "model" and layout.pp > 1:
+        raise UsageError(
+            f"--loss model: in layout {layout}, only the last stage has outputs, and the model's "
+            "own forward never runs: use dp, shard or tp instead of pp, or another --loss"
+        )
     fitting = {
+        "model": ("none",),
         "cross_entropy": ("accuracy", "none"),
         "mse": ("mse", "mae", "none"),
         "bce": ("accuracy", "mse", "mae", "none"),

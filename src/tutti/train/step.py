@@ -84,6 +84,10 @@ class Step:
         sizes = even(batch.count, min(self.accumulation, largest))
         inputs = split_rows(as_model_dtype(batch.inputs, self.engine.model), sizes)
         targets = split_rows(as_loss_dtype(batch.targets, self.engine.model), sizes)
+        parts = [
+            (self.task.model_inputs(one, labels, self.engine.model), labels)
+            for one, labels in zip(inputs, targets, strict=True)
+        ]
         weights: list[Tensor] = []
 
         def loss_of(outputs: Nested, targets: Nested) -> Tensor:
@@ -98,7 +102,7 @@ class Step:
             autocast = torch.autocast(self.device.type, self.autocast, cache_enabled=False)
         with autocast, loss_context(mesh.layout.tp > 1):
             loss = self.engine.run(
-                list(zip(inputs, targets, strict=True)),
+                parts,
                 loss_of,
                 example=self.example,
                 scale=self.scaler.scale,
@@ -182,11 +186,12 @@ def evaluate(
     # Sums of: losses, their weights, values of the metric, their weights, targets or samples.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     for batch in loader.stream(epochs=1):
+        targets = as_loss_dtype(batch.targets, model)
+        inputs = task.model_inputs(as_model_dtype(batch.inputs, model), targets, model)
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            outputs = engine.infer(as_model_dtype(batch.inputs, model), example)
+            outputs = engine.infer(inputs, example)
         if outputs is None or not engine.reports_loss:
             continue
-        targets = as_loss_dtype(batch.targets, model)
         found = [*task.loss_sums(outputs, targets)]
         found += task.metric_sums(outputs, targets) if task.metric_name else [found[1]] * 2
         sums[:4] += torch.stack([value.double() for value in found])

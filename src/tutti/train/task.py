@@ -5,6 +5,7 @@ weight. Therefore a loss is a pair of sums: of the losses, and of their weights.
 is the sum of losses over all ranks, divided by the sum of weights over all ranks.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tutti.comm.collectives import all_reduce
@@ -39,6 +40,8 @@ class Task:
     """--loss."""
     metric: str = "accuracy"
     """--metric."""
+    shifts_labels: bool = False
+    """--loss model: outputs are compared with the next label, as in causal language models."""
     own_loss: TaskFunction | None = None
     """The function of --loss module:function."""
     own_metric: TaskFunction | None = None
@@ -52,13 +55,28 @@ class Task:
     @property
     def weights_from_loss(self) -> bool:
         """Whether only the loss function knows the weights of a batch, after forward."""
-        return self.own_loss is not None
+        return self.own_loss is not None or self.loss == "model"
+
+    def model_inputs(self, inputs: Nested, targets: Nested, model: nn.Module) -> Nested:
+        """Return the arguments of forward: with --loss model, these include the targets.
+
+        A dict of targets is passed by its keys, other targets as `labels`.
+        """
+        if self.loss != "model":
+            return inputs
+        names = list(inspect.signature(model.forward).parameters)
+        if not isinstance(inputs, dict):
+            values = inputs if isinstance(inputs, tuple | list) else (inputs,)
+            inputs = dict(zip(names, values, strict=False))
+        return {**inputs, **(targets if isinstance(targets, dict) else {"labels": targets})}
 
     def loss_sums(self, outputs: Any, targets: Nested) -> Sums:
         """Return the sums of losses and weights of a batch, computed in float32 or wider."""
         if self.own_loss is not None:
             losses = self.own_loss(outputs, targets)
             return _sums(losses, count_rows(targets), f"--loss {self.loss}")
+        if self.loss == "model":
+            return self._model_loss(outputs, targets)
         if self.loss == "cross_entropy":
             return self._cross_entropy(outputs, targets), self.count(targets)
         outputs, targets = self._same_shape(outputs, targets)
@@ -112,6 +130,21 @@ class Task:
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         # If logits are split along the vocabulary, every tp rank has the same sum.
         return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def _model_loss(self, outputs: Any, targets: Nested) -> Sums:
+        """Return the loss in the outputs, a mean, times the number of targets in this mean."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        loss = getattr(outputs, "loss", None) if loss is None else loss
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(
+                f"--model {self.model} returned {describe(outputs)} without a scalar loss, which "
+                "--loss model needs: use --loss cross_entropy or package.module:function"
+            )
+        weight = torch.tensor(float(count_rows(targets)), dtype=torch.float64, device=loss.device)
+        if isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point():
+            labels = targets[..., 1:] if self.shifts_labels else targets
+            weight = self.count(labels).double()
+        return _wide(loss).reshape(()) * weight.to(_wide(loss).dtype), weight
 
     def _same_shape(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets with the same shape and dtype.
