@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, tie_word_embeddings=True)),
         "gpt2": hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **dropout)),
         "mixtral": hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4)),
+        "other llama": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
         "bf16": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).bfloat16(),
     }
     for name, model in models.items():
@@ -45,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_tokenizer(path / name)
     words = ("the cat sat on a mat", "and then it went away", "to the house")
     text = " ".join(words[number % 11 % len(words)] for number in range(7, 7000, 7))
-    (path / "text.txt").write_text(text)
+    for name in ("train.bin", "test.bin"):
+        (path / name).write_bytes(text.encode())
+    (path / "tokens.json").write_text('{"dtype": "uint8", "vocabulary": 256}')
     return path
 
 
@@ -61,14 +64,15 @@ def save_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
-def recipe_of(folder: Path, name: str, layout: str, steps: int) -> Any:
+def recipe_of(folder: Path, name: str, layout: str, steps: int, init_from: str = "") -> Any:
     from tutti.train.recipe import RECIPES, with_values
 
     return with_values(
         RECIPES["hf"],
         {
             "model": f"hf:{folder / name}",
-            "data": {"dataset": "text", "data_dir": folder / "text.txt", "seq_len": SEQ_LEN},
+            "init_from": Path(init_from) if init_from else None,
+            "data": {"dataset": "tokens", "data_dir": folder, "seq_len": SEQ_LEN},
             "batching": {"global_batch": BATCH},
             "optimization": {"lr": 1e-3},
             "parallel": {"layout": layout},
@@ -78,15 +82,16 @@ def recipe_of(folder: Path, name: str, layout: str, steps: int) -> Any:
 
 
 def train_all(world: tutti.World, folder: str, out: str, cases: list[list[Any]]) -> dict[str, Any]:
-    """Train each (model, layout, steps). Return the losses of each."""
+    """Train each (model, layout, steps, initial weights). Return the losses of each."""
     from tutti.train.loop import Trainer
     from tutti.train.recipe import write_recipe
     from tutti.train.run_directory import RunDirectory
 
     results = {}
-    for name, layout, steps in cases:
-        recipe = recipe_of(Path(folder), name, layout, steps)
-        directory = RunDirectory(Path(out, f"{name}-{layout}"))
+    for name, layout, steps, *init_from in cases:
+        recipe = recipe_of(Path(folder), name, layout, steps, *init_from)
+        key = f"{name} {layout}" + " initialised" * bool(init_from)
+        directory = RunDirectory(Path(out, key.replace(" ", "-")))
         directory.create()
         trainer = Trainer(world, recipe, directory)
         if world.is_first:
@@ -96,7 +101,7 @@ def train_all(world: tutti.World, folder: str, out: str, cases: list[list[Any]])
         lines = (directory.metrics / "rank0.jsonl").read_text().splitlines()
         losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
         dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
-        results[f"{name} {layout}"] = {"losses": losses, "dtypes": sorted(dtypes)}
+        results[key] = {"losses": losses, "dtypes": sorted(dtypes)}
     return results
 
 
@@ -105,9 +110,9 @@ def first_loss(folder: Path, name: str) -> float:
     from transformers import AutoModelForCausalLM
 
     from tutti.data.sampler import EpochOrder
-    from tutti.data.text_datasets import byte_dataset
+    from tutti.data.text_datasets import token_dataset
 
-    samples = byte_dataset(folder / "text.txt", SEQ_LEN).train
+    samples = token_dataset(folder, SEQ_LEN).train
     inputs, targets = samples.batch(EpochOrder(len(samples)).samples(0, 0, BATCH).tolist())
     windows = torch.cat([inputs, targets[:, -1:]], dim=1)
     model = AutoModelForCausalLM.from_pretrained(folder / name)
@@ -131,6 +136,9 @@ def test_layouts_start_with_the_loss_of_transformers_learn_and_are_exported(
     cases = [[name, layout, steps] for name in names for layout, steps in layouts.items()]
     cases[2][2] = STEPS  # llama in pp2
     cases += [["bf16", "shard2", 3]]
+    # Weights of a run in another layout, and of another folder.
+    cases += [["qwen2", "pp2", 1, str(tmp_path / "qwen2-tp2")]]
+    cases += [["llama", "tp2", 1, str(folder / "other llama")]]
     (results, _) = in_world(train_all, 2, str(folder), str(tmp_path), cases, timeout=280)
     for name in names:
         expected = first_loss(folder, name)
@@ -142,6 +150,12 @@ def test_layouts_start_with_the_loss_of_transformers_learn_and_are_exported(
     # Twenty steps in another layout end with the same loss.
     ends = [results[f"llama {layout}"]["losses"][-1] for layout in ("shard2", "pp2")]
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+    # A run of one more step begins with the loss after the last step of the other run.
+    losses = results["qwen2 pp2 initialised"]["losses"]
+    assert losses[0] < results["qwen2 tp2"]["losses"][1]
+    expected = first_loss(folder, "other llama")
+    assert results["llama tp2 initialised"]["losses"][0] == pytest.approx(expected, rel=1e-6)
+    assert expected != pytest.approx(first_loss(folder, "llama"), rel=1e-4)
     assert results["bf16 shard2"]["dtypes"] == ["torch.bfloat16"]
     expected = first_loss(folder, "bf16")
     assert results["bf16 shard2"]["losses"][0] == pytest.approx(expected, rel=0.01)
@@ -264,7 +278,7 @@ def test_a_damaged_folder_is_refused_before_ranks_start(
     bad = tmp_path / "bad"
     shutil.copytree(folder / "llama", bad)
     _damage(bad, damage)
-    text = ["--dataset", "text", "--data-dir", str(folder / "text.txt"), "--seq-len", "16"]
+    text = ["--dataset", "tokens", "--data-dir", str(folder), "--seq-len", "16"]
     with pytest.raises(UsageError, match=words):
         train(["--model", f"hf:{bad}", *text, "--ranks", "2", "--out", str(tmp_path / "run")])
 
@@ -287,3 +301,12 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(
     _change_config(tmp_path / "llama", **changes)
     with pytest.raises(ModelError, match=words):
         build_meta_model(recipe_of(tmp_path, "llama", "dp1", 1), None)
+
+
+def test_three_axes_at_once(folder: Path, tmp_path: Path) -> None:
+    cases = [["llama", "dp2.tp2.pp2", 2], ["gpt2", "dp2.tp2.pp2", 2]]
+    results = in_world(train_all, 8, str(folder), str(tmp_path), cases, timeout=280)[0]
+    for name in ("llama", "gpt2"):
+        losses = results[f"{name} dp2.tp2.pp2"]["losses"]
+        assert losses[0] == pytest.approx(first_loss(folder, name), rel=1e-6), name
+        assert losses[1] < losses[0]

@@ -115,10 +115,11 @@ def read_folder(name: str | Path, *, weights: bool = True) -> HuggingFaceFolder:
             f"{path / 'config.json'}: the weights are quantised, which cannot be trained: use the "
             "model's folder with 16-bit or 32-bit weights"
         )
-    return HuggingFaceFolder(path, config, _saved_tensors(path) if weights else {})
+    return HuggingFaceFolder(path, config, saved_tensors(path) if weights else {})
 
 
-def _saved_tensors(path: Path) -> dict[str, SavedTensor]:
+def saved_tensors(path: Path) -> dict[str, SavedTensor]:
+    """Read the headers of the weight files of a folder, and check that all files are complete."""
     if (path / _INDEX).is_file():
         weight_map = _read_json(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -144,7 +145,7 @@ def _saved_tensors(path: Path) -> dict[str, SavedTensor]:
     cure = f"copy {_SINGLE_FILE}, or {_INDEX} and the files that it names, into the folder"
     if (path / "pytorch_model.bin").exists() or (path / "pytorch_model.bin.index.json").exists():
         cure = "convert pytorch_model.bin with from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    raise ModelError(f"{path} has config.json, but no safetensors weights: {cure}")
+    raise ModelError(f"{path} has no safetensors weights: {cure}")
 
 
 def read_header(file: Path) -> dict[str, SavedTensor]:
@@ -306,7 +307,7 @@ def end_tokens(folder: HuggingFaceFolder) -> list[int]:
 
 
 def tensor_sources(
-    model: "nn.Module", folder: HuggingFaceFolder
+    model: "nn.Module", tensors: Mapping[str, SavedTensor], folder: str
 ) -> tuple[dict[str, "SavedTensor | Callable[[], Tensor]"], list[str]]:
     """Return the saved tensor of each parameter and buffer, and notes for the user.
 
@@ -314,34 +315,14 @@ def tensor_sources(
     transformers defines the renaming. Some models fuse several saved tensors into one (the experts
     of a layer). The source of such a tensor is a function, which reads and fuses these tensors.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     wanted = model.state_dict()
-    prefix = model.base_model_prefix
     sources: dict[str, SavedTensor | Callable[[], Tensor]] = {}
     fused: dict[str, _FusedTensors] = {}
-    ignored = []
-    for key, tensor in sorted(folder.tensors.items(), key=lambda pair: dot_natural_key(pair[0])):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted:
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
-            ignored.append(key)
-        elif pattern is None:
-            sources[name] = tensor
-        else:
-            parts = fused.setdefault(name, _FusedTensors(model, name, by_pattern[pattern], []))
-            parts.saved.append((pattern, tensor))
+    if hasattr(model, "base_model_prefix"):
+        ignored = _match_names(model, tensors, wanted, sources, fused)
+    else:
+        sources |= {name: tensors[name] for name in wanted if name in tensors}
+        ignored = [name for name in tensors if name not in wanted]
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         name: (str(source.file), source.shape)
         for name, source in sources.items()
@@ -351,11 +332,14 @@ def tensor_sources(
         for name, shape in parts.shapes().items():
             shapes[name] = (str(parts.saved[0][1].file), shape)
             sources[name] = _one_of(parts, name)
-    _share_between_tied_names(model, sources)
+    for tied in tied_names(model).values():  # files have only one of these names
+        source = next((sources[name] for name in tied if name in sources), None)
+        if source is not None:
+            sources |= {name: source for name in tied if name not in sources}
     missing = [name for name, _ in model.named_parameters() if name not in sources]
     if missing:
         raise ModelError(
-            f"{folder.path} has no weights for {_join(missing)} of {type(model).__name__}: use the "
+            f"{folder} has no weights for {_join(missing)} of {type(model).__name__}: use the "
             "folder of the whole model"
         )
     for name, (file, shape) in shapes.items():
@@ -374,9 +358,7 @@ def tensor_sources(
             )
     notes = []
     if ignored:
-        notes.append(
-            f"{folder.path}: not used, since the model has no such tensor: {_join(ignored)}"
-        )
+        notes.append(f"{folder}: not used, since the model has no such tensor: {_join(ignored)}")
     return sources, notes
 
 
@@ -405,6 +387,42 @@ def saved_form(
     found = {name: tensor.shape for each in single for name, tensor in each.items()}
     same = found == {name: tensor.shape for name, tensor in expected.items()}
     return convert if same and found != dict(shapes) else None
+
+
+def _match_names(
+    model: Any,
+    tensors: Mapping[str, SavedTensor],
+    wanted: Mapping[str, "Tensor"],
+    sources: dict[str, Any],
+    fused: "dict[str, _FusedTensors]",
+) -> list[str]:
+    """Add the sources of a model of transformers. Return the saved tensors without a use."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
+    ignored = []
+    for key, tensor in sorted(tensors.items(), key=lambda pair: dot_natural_key(pair[0])):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            ignored.append(key)
+        elif pattern is None:
+            sources[name] = tensor
+        else:
+            parts = fused.setdefault(name, _FusedTensors(model, name, by_pattern[pattern], []))
+            parts.saved.append((pattern, tensor))
+    return ignored
 
 
 class _FusedTensors:
@@ -446,15 +464,12 @@ def _one_of(parts: _FusedTensors, name: str) -> Callable[[], "Tensor"]:
     return lambda: parts.read(name)
 
 
-def _share_between_tied_names(model: "nn.Module", sources: dict[str, Any]) -> None:
-    """Give every name of a tied parameter a source: files have only one of these names."""
+def tied_names(model: "nn.Module") -> dict[str, list[str]]:
+    """Return all names of each parameter, keyed by its first name. Tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        source = next((sources[name] for name in tied if name in sources), None)
-        if source is not None:
-            sources |= {name: source for name in tied if name not in sources}
+    return {each[0]: each for each in names.values()}
 
 
 def _join(names: Sequence[str]) -> str:

@@ -125,19 +125,23 @@ class FileChunk(NamedTuple):
     box: Box
 
 
+TensorSources = Mapping[str, Sequence[FileChunk] | Callable[[], Tensor]]
+"""Where each parameter and buffer is saved, by each of its names. A function returns the whole
+tensor, for a tensor that has another form in the files."""
+
+
 class SavedWeights(Weights):
     """Weights in safetensors files, of which each rank reads only the slices of its shards."""
 
-    def __init__(self, sources: Mapping[str, Sequence[FileChunk] | Callable[[], Tensor]]) -> None:
-        """`sources` has an entry for every name of every saved parameter and buffer.
-
-        A function returns the whole tensor, for tensors that have another form in the files.
-        Buffers without an entry keep the values that the constructor has computed.
-        """
+    def __init__(self, sources: TensorSources, others: Weights | None = None) -> None:
+        """`others` initialises the tensors that are not in the files, such as some buffers."""
         self._sources = sources
+        self._others = others
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
+        if self._others is not None:
+            self._others.fill(model)
         tensors = [
             (tensor, self._sources[name])
             for named in (model.named_parameters, model.named_buffers)
@@ -149,9 +153,13 @@ class SavedWeights(Weights):
             if callable(source):
                 copy_shard(source(), tensor)
 
+    def release(self) -> None:
+        if self._others is not None:
+            self._others.release()
+
 
 # After reading this many bytes the files are closed, which releases their mapped pages.
-_MAX_MAPPED_BYTES = 256 << 20
+_MAX_MAPPED_BYTES = 64 << 20
 
 
 @torch.no_grad()

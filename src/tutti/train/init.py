@@ -35,19 +35,24 @@ from tutti.models.pretrained import (
     build_timm,
     check_source,
     read_folder,
+    saved_tensors,
     split_source,
     tensor_sources,
+    tied_names,
 )
 from tutti.parallel.materialize import (
     FileChunk,
     ModuleInit,
     SavedWeights,
+    TensorSources,
     Weights,
     build_on_meta,
     build_with_buffers,
     materialize,
 )
 from tutti.parallel.mesh import Box
+from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
+from tutti.train.checkpoint.load import chunks_of
 from tutti.train.recipe import Architecture, Optimization, Recipe
 from tutti.train.recipe_check import (
     LOSSES,
@@ -112,13 +117,11 @@ def build_meta_model(
     """
     make = model_maker(recipe, dataset)  # reads the dataset, so not on the meta device
     notes: list[str] = []
-    weights: Weights
-    if folder := hugging_face_folder(recipe.model, weights=saved_weights):
+    weights: Weights | None = None
+    source = recipe.init_from
+    if recipe.model.startswith("hf:"):
+        source = source or Path(recipe.model.partition(":")[2])
         model = build_with_buffers(make)
-        weights = SavedWeights({})
-        if saved_weights:
-            sources, notes = tensor_sources(model, folder)
-            weights = SavedWeights({name: _chunks(each) for name, each in sources.items()})
     elif recipe.model in _MODELS:
         with torch.device("meta"):
             model = make()
@@ -126,8 +129,43 @@ def build_meta_model(
     else:
         model, weights, note = build_on_meta(make, recipe.length.seed)
         notes = [note] if note else []
+    if source is not None and saved_weights:
+        chunks, more = _saved_weights(model, source)
+        weights, notes = SavedWeights(chunks, weights), [*notes, *more]
+    weights = weights or SavedWeights({})
     dtype = PARAMETER_DTYPES[recipe.compute.precision]
     return (model if dtype is None else model.to(dtype)), weights, notes
+
+
+def _saved_weights(model: nn.Module, source: Path) -> tuple[TensorSources, list[str]]:
+    """Return where the weights of a run or of a folder are, and notes for the user."""
+    if not (source / "recipe.toml").is_file():
+        sources, notes = tensor_sources(model, saved_tensors(source), str(source))
+        return {name: _chunks(each) for name, each in sources.items()}, notes
+    steps = saved_steps(source / "checkpoints")
+    path = source / "checkpoints" / step_name(max(steps, default=0))
+    try:
+        index = read_index(path)
+    except Damaged as error:
+        raise UsageError(f"--init-from {source}: {path.name} is damaged: {error}") from None
+    saved = {name.removeprefix("model."): each for name, each in index["tensors"].items()}
+    chunks = {
+        name: chunks_of(path, saved[first])
+        for first, names in tied_names(model).items()
+        for name in names
+        if first in saved
+    }
+    for name, tensor in model.named_parameters():
+        shape = tuple(saved[name]["shape"]) if name in chunks else None
+        if shape != tuple(tensor.shape):
+            found = f"has no {name}" if shape is None else f"has {name} of shape {shape}"
+            raise UsageError(
+                f"--init-from {source} {found}, but the model has {name} of shape "
+                f"{tuple(tensor.shape)}: use a run of the same model"
+            )
+    buffers = [name for name, _ in model.named_buffers() if name in saved]
+    chunks |= {name: chunks_of(path, saved[name]) for name in buffers}
+    return chunks, []
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:

@@ -162,6 +162,9 @@ class Recipe:
     model: str = "lenet"
     """Model: lenet, wideresnet, efficientnet, gpt, hf:FOLDER (a causal language model that
     save_pretrained of transformers has written), timm:NAME, or package.module:function."""
+    init_from: Path | None = None
+    """Initial weights: a run directory, or a folder with model.safetensors (default: the weights of
+    hf:FOLDER, or newly initialised weights). Names and shapes must be those of the model."""
     architecture: Architecture = field(default_factory=LeNetConfig)
     """Sizes of a built-in model; classes, channels and vocabulary are taken from the dataset."""
     data: Data = Data()

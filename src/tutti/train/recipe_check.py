@@ -27,7 +27,13 @@ from tutti.data.dataset_files import (
     has_tokenizer,
 )
 from tutti.models.config import GPTConfig, LeNetConfig, OwnModelConfig, WideResNetConfig
-from tutti.models.pretrained import ModelError, check_source, read_folder, split_source
+from tutti.models.pretrained import (
+    ModelError,
+    check_source,
+    read_folder,
+    saved_tensors,
+    split_source,
+)
 from tutti.parallel.layout import (
     Layout,
     check_divides,
@@ -190,6 +196,7 @@ def check_model(recipe: Recipe) -> None:
         raise UsageError(
             "--recipe hf needs a folder that save_pretrained wrote: add --model hf:FOLDER"
         )
+    _check_init_from(recipe)
     if source := split_source(model):
         _check_hugging_face(recipe, *source)
     elif model not in RECIPES:
@@ -209,6 +216,23 @@ def check_model(recipe: Recipe) -> None:
             f"--model {model} needs images, but dataset {recipe.data.dataset} has text: use "
             "another --dataset"
         )
+
+
+def _check_init_from(recipe: Recipe) -> None:
+    source = recipe.init_from
+    if source is None:
+        return
+    if not source.is_dir():
+        problem = "is a file" if source.is_file() else "does not exist"
+        raise UsageError(f"--init-from {source} {problem}: give a run directory or a folder")
+    if (source / "recipe.toml").is_file():
+        if not any((source / "checkpoints").glob("step-*")):
+            raise UsageError(f"--init-from {source} has no checkpoint: use a run with a checkpoint")
+        return
+    try:
+        saved_tensors(source)
+    except ModelError as error:
+        raise UsageError(f"--init-from: {error}") from None
 
 
 def _check_hugging_face(recipe: Recipe, source: str, name: str) -> None:
