@@ -69,7 +69,12 @@ def tensor_parallel(
     inside_inputs = tuple(f"{name}." for name, role in rules.items() if role == "input")
     tp_mesh = mesh.device_mesh["tp"]
     ties = shared_parameters(model)
-    layers = dict(model.named_modules())
+    # Modules of other pipeline stages are missing, or have no parameters.
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if next(layer.parameters(), None) is not None
+    }
     attentions: set[nn.Module] = set()
     for name, role in rules.items():
         if name not in layers:
