@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tutti.measure.units import format_bytes
 from tutti.models.pretrained import (
     ModelError,
     build_causal_lm,
@@ -74,6 +75,8 @@ class Export:
                 f"{self.recipe.model}. Use --format safetensors."
             )
         self.side_files = run / "model"
+        if is_hf and not self.side_files.is_dir():
+            self.side_files = Path(self.recipe.model.partition(":")[2])
         tensors = {
             name.removeprefix(_PREFIX): (DTYPES[saved["dtype"]], tuple(saved["shape"]))
             for name, saved in self.index["tensors"].items()
@@ -124,7 +127,7 @@ class Export:
         free = shutil.disk_usage(existing).free
         if needed > free:
             raise UsageError(
-                f"--to {to} needs {needed / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB "
+                f"--to {to} needs {format_bytes(needed)}, but {existing} has {format_bytes(free)} "
                 "free. Free space, or choose another directory."
             )
 
