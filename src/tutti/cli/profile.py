@@ -52,7 +52,7 @@ class Profile:
     """Record tensor shapes on GPUs, too. On CPUs shapes are always recorded, because message sizes
     are derived from them."""
     memory: bool = False
-    """Record memory allocations."""
+    """Record memory allocations. The memory of tutti train by cause is in its summary.json."""
     stacks: bool = False
     """Record Python stacks. This is slow and makes traces large."""
     try_advice: bool = False

@@ -84,7 +84,7 @@ class Place:
         words = [f"by {self.operation}"] if self.operation else []
         words.append(self.phase)
         if self.module:
-            words.append(f"of {self.module}")
+            words.append(f"of module {self.module}")
         if self.file:
             words.append(f"at {self.file}:{self.line}")
         return " ".join(words) + (f" ({self.text})" if self.text else "")
