@@ -39,6 +39,8 @@ def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
     # Other batch sizes change the rounding in float32 by less than 1e-6 relative.
     assert score["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     line = f"test accuracy {100 * score['accuracy']:.2f} %, test loss {score['loss']:.4f}\n"
+    evaluated = run_tutti("train", "--evaluate-only", "--resume", "--out", trained)
+    assert evaluated.stdout.startswith(f"step {score['step']}: {line[:-1]} of "), evaluated.stderr
     assert done.stdout.startswith(line)
     rows = [json.loads(each) for each in (trained / "predictions-test.jsonl").open()]
     assert [row["index"] for row in rows] == list(range(len(rows))) and len(rows) == 360

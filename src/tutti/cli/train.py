@@ -63,6 +63,8 @@ class Train(WorldFlags):
     """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
     """Continue the run in --out from its last valid checkpoint."""
+    evaluate_only: bool = False
+    """With --resume: print test loss and metric of the last checkpoint, without training."""
     tensorboard: bool = False
     """Also write TensorBoard files into the run directory, including the traces of --profile."""
     benchmark: bool = False
@@ -89,6 +91,9 @@ def main(arguments: list[str]) -> int:
     starts_ranks = identify(os.environ).launcher == "python"
     if options.resume and options.out is None:
         raise UsageError("--resume needs the directory of the run. Add --out DIR.")
+    if options.evaluate_only and not (options.resume and options.settings.length.evaluate):
+        missing = "--evaluate" if options.resume else "--resume --out RUN"
+        raise UsageError(f"--evaluate-only needs a checkpoint and test data: add {missing}")
     if starts_ranks:
         _check_combinations(options, arguments)
     if options.lr_sweep is not None:
@@ -229,10 +234,12 @@ def _train(options: Train, base: Recipe) -> int:
                 check_flags_have_effect(options.settings, base, options.benchmark)
             agree(lambda: directory.check(options.resume) if world.is_first else None)
             resume, tensorboard = options.resume, options.tensorboard
-            switches = {"resume": resume, "tensorboard": tensorboard, "save": not options.benchmark}
+            saves = not (options.benchmark or options.evaluate_only)
+            switches = {"resume": resume, "tensorboard": tensorboard, "save": saves}
             with _recorded_out_of_memory(directory, command):
                 trainer = Trainer(world, options.settings, directory, **switches)
-            agree(create_directory)  # after all checks have passed
+            if not options.evaluate_only:
+                agree(create_directory)  # after all checks have passed
         if world.is_first:
             recipe = _describe_recipe(options.settings, base, options.recipe, directory.path)
             lines = [recipe, *trainer.schedule.describe()]
@@ -245,6 +252,13 @@ def _train(options: Train, base: Recipe) -> int:
                 *trainer.notes,
             ]
             print(*lines, sep="\n", file=sys.stderr)
+        if options.evaluate_only:
+            with usage_error_on_rank_0(world):
+                score = trainer.evaluate_only()
+            if world.is_first:
+                metric = f"test {score.describe()}, " if score.name else ""
+                print(f"step {trainer.step}: {metric}test loss {score.loss:.4f} of {score.count:,}")
+            return 0
         if trainer.step >= trainer.schedule.steps:
             if world.is_first:
                 print(f"the run is complete: {directory.path} is at step {trainer.step}")

@@ -244,7 +244,8 @@ class Trainer:
             runner_class = GraphRunner
         self.runner = runner_class(self.stepper, self.loader, self.schedule, recipe)
         self.runner.samples = self._samples_reported = samples
-        self.metrics.rewind(self.step)
+        if self._saves:
+            self.metrics.rewind(self.step)
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
@@ -380,12 +381,28 @@ class Trainer:
             self.shares = measured_shares(status.rates, self.shares)
             self.loader.set_shares(self.shares)
 
-    def _evaluate(self, progress: ProgressReport) -> None:
+    def evaluate_only(self) -> Score:
+        """Return the score of the loaded checkpoint on the test data. Writes no file."""
+        if not self.step:
+            raise UsageError("--evaluate-only: the run has no checkpoint yet")
+        try:
+            return self._score()
+        except DataError as error:
+            raise UsageError(f"--dataset {self.recipe.data.dataset}: {error}") from None
+        finally:
+            self.runner.close()
+            self.test_loader.close()
+            self.metrics.close()
+            self.checkpoints.close()
+
+    def _score(self) -> Score:
         self.engine.share_buffers()
+        example, autocast = self.stepper.example, self.stepper.autocast
+        return evaluate(self.engine, self.test_loader, self.task, example, autocast)
+
+    def _evaluate(self, progress: ProgressReport) -> None:
         progress.announce(f"step {self.step}: evaluating on the test set")
-        self.score = score = evaluate(
-            self.engine, self.test_loader, self.task, self.stepper.example, self.stepper.autocast
-        )
+        self.score = score = self._score()
         self.metrics.add(self.step - 1, test_loss=score.loss, **_metric_of(score))
         self.metrics.flush()
         metric = f", {score.describe()}" if score.name else ""
