@@ -293,9 +293,9 @@ class Needs:
             layout = layout_of(recipe.parallel.layout, explainer.world.size)
             divisor = layout.shard * layout.tp * layout.pp
             parameters, trained = max(parameters, whole // divisor), trained // divisor
-        tensors = 2 if recipe.optimization.optimizer == "adamw" else 1
-        if recipe.optimization.optimizer == "sgd" and not recipe.optimization.momentum:
-            tensors = 0
+        tensors = 2  # AdamW; for other optimizers an upper bound
+        if recipe.optimization.optimizer == "sgd":
+            tensors = 1 if recipe.optimization.momentum else 0
         gradients, optimizer = max(now.gradients, trained), max(now.optimizer, tensors * trained)
         activations, recomputed, estimated = 0, 0, ""
         peak = 0  # activations at the largest moment so far, whose memory a heap may have kept
