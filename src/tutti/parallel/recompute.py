@@ -45,14 +45,17 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model, which are the units of recomputation, compilation and sharding.
 
     A block is a child of a ModuleList, ModuleDict or Sequential that has parameters and whose class
-    is not defined by torch. Blocks inside other blocks are left out.
+    is not defined by torch, or is a transformer layer. Blocks inside other blocks are left out.
     """
+    transformer_layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     blocks = [
         child
         for container in model.modules()
         if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for child in container.children()
-        if not type(child).__module__.startswith("torch.")
+        if (
+            not type(child).__module__.startswith("torch.") or isinstance(child, transformer_layers)
+        )
         and next(child.parameters(), None) is not None
     ]
     nested = {part for block in blocks for part in block.modules() if part is not block}

@@ -247,11 +247,30 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
     """
     for parent in sorted(_parents(rules, "column") & _parents(rules, "row") - {""}):
         for name in _uncovered(model, rules, parent):
+            if _takes_whole_width(model, rules, parent, name):
+                continue
             raise UsageError(
                 f"sharding rules: {name} has no role, but is inside {parent}, whose layers are "
                 'split over tp. Use the role "norm" or "whole" for whole activations. If the layer '
                 f"works on heads, leave {parent} out of the rules or use shard instead of tp"
             )
+
+
+def _takes_whole_width(
+    model: nn.Module, rules: Mapping[str, Role], parent: str, parameter: str
+) -> bool:
+    """Return whether a layer beside split layers fits only whole activations.
+
+    torch's attention, and a norm of the width that a row layer returns, raise an error if they get
+    the part of a rank.
+    """
+    layer = model.get_submodule(parameter.rpartition(".")[0])
+    above = model.get_submodule(parameter.rpartition(".")[0].rpartition(".")[0])
+    if isinstance(layer, nn.MultiheadAttention) or isinstance(above, nn.MultiheadAttention):
+        return True
+    rows = [n for n, role in rules.items() if role == "row" and n.rpartition(".")[0] == parent]
+    widths = {getattr(model.get_submodule(name), "out_features", None) for name in rows}
+    return _fits("norm", layer) and {len(model.get_parameter(parameter))} == widths
 
 
 def check_rules_divide(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:

@@ -102,6 +102,9 @@ def tensor_parallel(
             attention = layers[name.rpartition(".")[0]]
             if isinstance(getattr(attention, "head_dim", None), int):
                 attentions.add(attention)
+    if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers.values()):
+        # In evaluation, its fused kernel would read the weights without calling the layers.
+        torch.backends.mha.set_fastpath_enabled(False)
     for attention in attentions:
         _set_local_sizes(attention, mesh.layout.tp)
     _restore_ties(model, ties)

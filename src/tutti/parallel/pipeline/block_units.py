@@ -266,14 +266,18 @@ class _Skipped(nn.Module):
         self, original: nn.Module, output: tuple[list[int], torch.dtype] | None, ends_stage: bool
     ) -> None:
         super().__init__()
-        # forward of the model may read these attributes, such as the kind of attention of a block.
-        for key, value in vars(original).items():
-            if not key.startswith("_") and key not in ("forward", "training"):
-                vars(self).setdefault(key, value)
+        # On the meta device, and in a list, so that it is not a submodule.
+        self._original = [original]
         self.first = _first_parameter(original)
         self.is_embedding = getattr(original, "is_embedding", isinstance(original, nn.Embedding))
         self._output = output
         self._ends_stage = ends_stage
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the original, such as the kind of attention of a block."""
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        return getattr(self._original[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else kwargs[self.first]
