@@ -1,5 +1,6 @@
 """The command tutti predict: after tutti train, wrong usage, a killed rank."""
 
+import csv
 import json
 import subprocess
 import time
@@ -39,6 +40,9 @@ def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
     # Other batch sizes change the rounding in float32 by less than 1e-6 relative.
     assert score["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     line = f"test accuracy {100 * score['accuracy']:.2f} %, test loss {score['loss']:.4f}\n"
+    *_, last = csv.DictReader((trained / "metrics.csv").open())
+    assert int(last["step"]) == summary["steps"] - 1
+    assert float(last["test_accuracy"]) == summary["test_accuracy"]
     evaluated = run_tutti("train", "--evaluate-only", "--resume", "--out", trained)
     assert evaluated.stdout.startswith(f"step {score['step']}: {line[:-1]} of "), evaluated.stderr
     assert done.stdout.startswith(line)

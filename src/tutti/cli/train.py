@@ -21,7 +21,7 @@ from tutti.models.pretrained import model_name
 from tutti.parallel.layout import Layout
 from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_recipe
 from tutti.train.recipe_check import check_flags_have_effect, check_recipe
-from tutti.train.run_directory import RunDirectory
+from tutti.train.run_directory import RunDirectory, csv_of
 from tutti.train.training_schedule import check_numbers
 from tutti.world.errors import OutOfMemory, UsageError
 from tutti.world.launchers import identify
@@ -280,6 +280,8 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             head = {"schema": "tutti.train/1", "command": command}
             directory.write_json("summary.json", {**head, **outcome.summary})
+            if not outcome.not_written:  # otherwise lines may be incomplete
+                directory.write("metrics.csv", csv_of(directory.metrics / "rank0.jsonl"))
             stopped = outcome.stopped and not outcome.not_written
             _print_summary(directory.path, outcome.summary, stopped)
             if options.profile:

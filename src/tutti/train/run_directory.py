@@ -1,6 +1,8 @@
 """The run directory: everything needed to repeat a run, its results and its metrics."""
 
 import contextlib
+import csv
+import io
 import json
 import os
 import re
@@ -160,6 +162,21 @@ def _git_state() -> dict[str, Any] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed": bool(changes)}
+
+
+def csv_of(metrics: Path) -> str:
+    """Return the metrics of a rank as CSV text: one row per step, one column per key."""
+    rows: dict[int, dict[str, Any]] = {}
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    for line in lines:
+        values = json.loads(line)
+        rows.setdefault(values["step"], {}).update(values)
+    columns = list(dict.fromkeys(["step", *(key for row in rows.values() for key in row)]))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows.values())
+    return text.getvalue()
 
 
 class Metrics:
