@@ -483,6 +483,8 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
     if recipe.model not in RECIPES or (layout.tp == 1 and layout.pp == 1):
         return
     if not isinstance(config, GPTConfig):
+        if layout.tp == 1 and isinstance(config, WideResNetConfig):
+            return  # cut at its blocks
         axis = "tp" if layout.tp > 1 else "pp"
         reason = "has no layers that tp can split" if axis == "tp" else "cannot be cut into stages"
         raise UsageError(
