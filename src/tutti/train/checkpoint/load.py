@@ -5,7 +5,7 @@ the parts of the saved shards that intersect its own shards. No rank reads or ho
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,18 @@ def print_on_rank_0(text: str) -> None:
 def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng: bool) -> Loaded:
     """Load a checkpoint in place. This function implements `Checkpoints.load`."""
     path, index = _newest_complete(directory, step)
-    saved, targets = index["tensors"], dict(state.model_tensors())
+    # With tied parameters in a V-schedule, a rank has two tensors with the same name.
+    saved, tensors_to_read = index["tensors"], state.model_tensors()
+    targets = dict(tensors_to_read)
     _refuse_mismatch(path, index, targets, state.optimizer)
     notes = []
     if converted := [n for n, value in targets.items() if DTYPES[saved[n]["dtype"]] != value.dtype]:
         old, new = DTYPES[saved[converted[0]]["dtype"]], targets[converted[0]].dtype
         notes.append(f"converted {_join_names(converted)} from {old} to {new}")
     slots = state.empty_slots(saved)
-    _read_tensors(path, index, targets)
+    _read_tensors(path, index, tensors_to_read)
     for tensors in slots.values():
-        _read_tensors(path, index, tensors)
+        _read_tensors(path, index, tensors.items())
     state.restore_optimizer(index["optimizer"], slots)
     if rng:
         notes += _restore_rng(path, index)
@@ -144,10 +146,10 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(name.removeprefix("model.") for name in names[:_MAX_NAMES]) + more
 
 
-def _read_tensors(path: Path, index: Index, targets: Mapping[str, torch.Tensor]) -> None:
+def _read_tensors(path: Path, index: Index, targets: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill tensors, or this rank's shards of them, from the saved chunks that intersect them."""
     saved = index["tensors"]
-    chunks = ((tensor, chunks_of(path, saved[name])) for name, tensor in targets.items())
+    chunks = ((tensor, chunks_of(path, saved[name])) for name, tensor in targets)
     read_shards(chunks, checkpoint_format.open_tensors)
 
 
@@ -168,7 +170,7 @@ def _restore_rng(path: Path, index: Index) -> list[str]:
         and (DTYPES[tensors[name]["dtype"]], tensors[name]["shape"])
         == (value.dtype, [*value.shape])
     }
-    _read_tensors(path, index, state)
+    _read_tensors(path, index, state.items())
     notes = []
     if absent := [name.rpartition(".")[2] for name in current if name not in state]:
         seed = seed_all("tutti.checkpoint", index["step"], rank)
