@@ -101,7 +101,7 @@ WORKLOADS = {
     "balanced": Workload((512,) * 9, batch=512, alternatives=(*bucket_sizes(1, 25), VIEW)),
     "tutti_train_tiny_buckets": Workload(
         command=(
-            *("train", "--recipe", "lenet", "--ranks", "2"),
+            *("train", "--recipe", "lenet", "--ranks", "2", "--device", "cpu"),
             *("--bucket-mb", "0.002", "--steps", "200"),
         )
     ),
@@ -279,41 +279,50 @@ def main() -> None:
     free: SimpleQueue[list[int]] = SimpleQueue()
     for first in range(0, len(present) - size + 1, size):
         free.put(present[first : first + size])
-    began = time.monotonic()
+    began, rows = time.monotonic(), []
 
-    def run(name: str) -> dict[str, Any]:
+    def run(name: str) -> None:
         cpus = free.get()
         try:
             row = measure(name, cpus, options.pairs)
         finally:
             free.put(cpus)
+        rows.append(row)
         print(text(row), flush=True)
-        return row
+        if options.json:  # after each row, so that the rows so far outlive the benchmark
+            write(options.json, rows, len(names), len(present), time.monotonic() - began)
 
     with ThreadPoolExecutor(free.qsize()) as pool:
-        rows = list(pool.map(run, names))
+        list(pool.map(run, names))
+    print(json.dumps(summarize(rows, len(names), time.monotonic() - began)))
+
+
+def summarize(rows: list[dict[str, Any]], planned: int, seconds: float) -> dict[str, Any]:
     tried = [row for row in rows if row.get("tried")]
-    summary = {
+    return {
+        "planned": planned,
         "workloads": len(rows),
         "tried": len(tried),
         "within": sum(row["within"] for row in tried),
         "none_offered": sum("missed" in row for row in rows),
         "missed": sum(row.get("missed", False) for row in rows),
         "failed": sum("error" in row for row in rows),
-        "seconds": time.monotonic() - began,
+        "seconds": seconds,
     }
-    print(json.dumps(summary))
-    if options.json:
-        import torch
 
-        machine = {
-            "cpu": _cpu_name(),
-            "cpus": len(present),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        content = {"command": sys.argv, "machine": machine, "summary": summary, "rows": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+def write(path: Path, rows: list[dict[str, Any]], planned: int, cpus: int, seconds: float) -> None:
+    import torch
+
+    machine = {
+        "cpu": _cpu_name(),
+        "cpus": cpus,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    summary = summarize(list(rows), planned, seconds)
+    content = {"command": sys.argv, "machine": machine, "summary": summary, "rows": list(rows)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _cpu_name() -> str:

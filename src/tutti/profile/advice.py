@@ -370,8 +370,12 @@ def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
     cure, change = _ddp_change(
         run, ddp, "gradient_as_bucket_view", True, "--gradient-as-bucket-view"
     )
+    # Gradients that are views of the buckets are also not allocated again in each backward. The
+    # recording does not show the page faults of this; measured gains were up to 5 copies.
+    high = [5 * seconds for seconds in copied]
+    gains = [low, copied, high]
     copied_ms = 1e3 * fmean(copied)
-    yield _advice(run, "bucket_view", [low, copied], change=change, cure=cure, copied_ms=copied_ms)
+    yield _advice(run, "bucket_view", gains, change=change, cure=cure, copied_ms=copied_ms)
 
 
 def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
