@@ -24,9 +24,10 @@ from tutti.profile.step_breakdown import buckets_in
 _SEPARABLE = 4.0  # ratio of message sizes that separates latency from bandwidth
 _TOUCH = 1e-6  # seconds by which messages must overlap to count as concurrent
 _MAX_STEPS = 48  # maximum number of steps. More steps hardly change the quartiles.
-# Messages of one size do not show the bandwidth. It is then assumed to be at least 1 Gbit/s, in
-# bytes per second.
+# Messages of one size do not show the bandwidth. It is then assumed to be at least this many bytes
+# per second: 1 Gbit/s between hosts, and 1 GB/s inside a host, where loopback sockets are faster.
 _SLOWEST_LINK = 0.125e9
+_SLOWEST_LOOPBACK = 1e9
 
 
 class MessageCost(NamedTuple):
@@ -88,6 +89,8 @@ class BucketModel:
     """Predicts the gain of other buckets. `passes` is empty if the traces do not suffice."""
 
     def __init__(self, traces: Sequence[RankTrace], ddp: dict[str, Any]) -> None:
+        one_host = len({trace.host for trace in traces}) == 1
+        self._slowest_link = _SLOWEST_LOOPBACK if one_host else _SLOWEST_LINK
         self._bytes: list[int] = ddp["bytes"]
         self._present: list[list[int]] = ddp["buckets"]
         by_step: dict[tuple[int, int], dict[int, _Backward]] = defaultdict(dict)
@@ -160,7 +163,7 @@ class BucketModel:
             return
         size = median(size for points in self.messages.values() for size, _ in points)
         factor = OPERATIONS["all_reduce"].bus_factor(ranks)
-        beta = min(cost.alpha / max(1, size), factor / _SLOWEST_LINK)
+        beta = min(cost.alpha / max(1, size), factor / self._slowest_link)
         yield MessageCost(cost.alpha - beta * size, beta, separated=False)
 
     def _size(self, bucket: Sequence[int]) -> float:
