@@ -42,7 +42,7 @@ docs: $(VENV)/dev
 
 test: lint
 	$(BIN)/python -m compileall -q src  # once, not in each of the hundreds of ranks
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations=40
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations=40
 
 clean:
 	rm -rf $(VENV) .venv-mxnet build .mypy_cache .ruff_cache .pytest_cache .hypothesis

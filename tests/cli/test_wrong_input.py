@@ -126,7 +126,7 @@ INPUTS = {
             "too large": f'base = "lenet"\n[batching]\nbatch = {HUGE}\n',
             "no ranks": f"ranks = 0\n{RECIPE}",
             "key twice": f"{RECIPE}lr = 0.2\n",
-            "unknown choice": 'base = "lenet"\n[optimization]\noptimizer = "adam"\n',
+            "unknown choice": 'base = "lenet"\n[optimization]\nschedule = "zigzag"\n',
         },
     ),
     "machine": Input(

@@ -93,8 +93,9 @@ def test_a_rank_is_stored_as_intervals_not_as_events(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json.gz"
     with gzip.open(path, "wt", compresslevel=1) as file:
         file.write('{"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": [')
-        for number in range(25_000):  # operators without gaps between them
-            file.write(json.dumps(_event(number) | {"ts": number, "dur": 1, "tid": 1}) + ",")
+        for number in range(25_000):  # operators without gaps between them, of a few names
+            place = {"name": f"aten::op{number % 50}", "ts": number, "dur": 1, "tid": 1}
+            file.write(json.dumps(_event(number) | place) + ",")
         step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "ts": 0}
         file.write(json.dumps(step | {"dur": 30_000}) + "]}")
 
@@ -106,7 +107,7 @@ def test_a_rank_is_stored_as_intervals_not_as_events(tmp_path: Path) -> None:
     assert trace.compute.seconds == pytest.approx(0.025)
     assert [step.number for step in trace.steps] == [3]
     with gzip.open(path) as file:
-        assert peak < file.seek(0, 2) / 2
+        assert peak < 1.5 * file.seek(0, 2)  # as Python objects, events take several times more
 
 
 def test_adjacent_intervals_are_merged() -> None:

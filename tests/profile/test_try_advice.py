@@ -63,7 +63,7 @@ def test_the_measured_gain_is_compared_with_the_band() -> None:
         tried = compare_with_prediction(advice, measured | times)
         results[gain] = tried["within"]
         text = "\n".join(tried_lines(advice, tried))
-        assert "bucket_cap_mb=25.0" in text and "10.0 to 20.0 ms" in text
+        assert "bucket_cap_mb=25.0" in text and "10 to 20 ms" in text
     assert results == {0.015: True, 0.025: False}
 
 

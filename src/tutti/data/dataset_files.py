@@ -1,6 +1,7 @@
 """The datasets that come with tutti: names, published files, sizes. Does not import torch.
 
-`tutti train` checks here that the files of a dataset exist before it starts ranks.
+`tutti train` checks here that the files of a dataset exist before it starts ranks. Functions of
+os.path are used because methods of Path raise OSError for a name that is too long.
 """
 
 import json
@@ -73,13 +74,13 @@ def parts_of(path: Path, suffix: str = "") -> tuple[Path, Path | None]:
     """Return the training part and the test part of a folder with both, else (path, None)."""
     train = path / f"train{suffix}"
     tests = [path / f"{name}{suffix}" for name in ("test", "val", "validation")]
-    test = next((part for part in tests if part.exists()), None)
-    return (train, test) if train.exists() and test is not None else (path, None)
+    test = next((part for part in tests if os.path.exists(part)), None)
+    return (train, test) if os.path.exists(train) and test is not None else (path, None)
 
 
 def class_folders(folder: Path) -> list[Path]:
     """Return the folders of an image dataset, one per class, in order of their names."""
-    found = [f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")]
+    found = [f for f in folder.iterdir() if os.path.isdir(f) and not f.name.startswith(".")]
     return sorted(found, key=lambda folder: folder.name)
 
 
@@ -95,21 +96,21 @@ def check_files(dataset: str, path: Path, download: bool = False) -> None:
         wanted = "a file or a directory"
         if dataset != "text":
             wanted = f"a .{dataset} file, or a directory with train.{dataset} and test.{dataset}"
-            if path.is_dir():
+            if os.path.isdir(path):
                 path, test = parts_of(path, f".{dataset}")
                 if test is None:
                     raise DataError(f"{path} is a directory: give {wanted}")
-        if not path.exists():
+        if not os.path.exists(path):
             raise DataError(f"{path} does not exist: give {wanted}")
-        if path.is_file() and not path.stat().st_size:
+        if os.path.isfile(path) and not path.stat().st_size:
             raise DataError(f"{path} is empty: give {wanted}")
-        if path.is_dir() and not any(file.is_file() for file in path.rglob("[!.]*")):
+        if os.path.isdir(path) and not any(file.is_file() for file in path.rglob("[!.]*")):
             raise DataError(f"{path} has no files: give {wanted}")
         if not os.access(path, os.R_OK):
             raise DataError(f"{path} cannot be read: check its permissions")
     elif dataset == "images":
-        if not path.is_dir():
-            problem = "is a file" if path.is_file() else "does not exist"
+        if not os.path.isdir(path):
+            problem = "is a file" if os.path.isfile(path) else "does not exist"
             raise DataError(f"{path} {problem}: give a folder with one folder of images per class")
         for part in parts_of(path):
             if part is not None and len(class_folders(part)) < 2:
@@ -128,7 +129,7 @@ def token_files(directory: Path) -> tuple[str, int, list[Path]]:
         cure = "give a directory with train.bin, test.bin and tokens.json"
         raise DataError(f"token directory {directory} {problem}: {cure}")
     path, example = directory / "tokens.json", '{"dtype": "uint16", "vocabulary": 50257}'
-    if not path.exists():
+    if not os.path.exists(path):
         raise DataError(f"{path} does not exist. Create it with content such as {example}")
     try:
         metadata = json.loads(path.read_bytes())

@@ -13,6 +13,7 @@ nor transformers, so a damaged folder is refused before ranks are started.
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -98,8 +99,8 @@ def read_folder(name: str | Path, *, weights: bool = True) -> HuggingFaceFolder:
     Without `weights`, the folder needs only config.json.
     """
     path = Path(name)
-    if not path.is_dir():
-        problem = "is a file" if path.is_file() else "does not exist"
+    if not os.path.isdir(path):
+        problem = "is a file" if os.path.isfile(path) else "does not exist"
         raise ModelError(
             f"--model hf:{name} {problem}: give a local folder with config.json (download a model "
             "with: hf download NAME --local-dir FOLDER)"

@@ -147,7 +147,7 @@ class SpanCollector:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {"": 0}
-        self._name, self._thread = array("i"), array("q")
+        self._name, self._thread = array("i"), array("i")
         self._starts, self._ends = array("d"), array("d")
         self._threads: dict[Any, int] = {}
 
@@ -159,8 +159,9 @@ class SpanCollector:
 
     def spans(self, without: Intervals) -> NamedSpans:
         """Return the outermost spans that do not start in `without`."""
-        threads, names = np.array(self._thread), np.array(self._name, dtype=np.int32)
-        starts, ends = np.array(self._starts), np.array(self._ends)
+        threads = np.frombuffer(self._thread, dtype=np.int32)
+        names = np.frombuffer(self._name, dtype=np.int32)
+        starts, ends = np.frombuffer(self._starts), np.frombuffer(self._ends)
         order = np.lexsort((-ends, starts, threads))
         kept = []
         for thread in range(len(self._threads)):

@@ -222,8 +222,8 @@ def _check_init_from(recipe: Recipe) -> None:
     source = recipe.init_from
     if source is None:
         return
-    if not source.is_dir():
-        problem = "is a file" if source.is_file() else "does not exist"
+    if not os.path.isdir(source):  # Path.is_dir raises OSError for a name that is too long
+        problem = "is a file" if os.path.isfile(source) else "does not exist"
         raise UsageError(f"--init-from {source} {problem}: give a run directory or a folder")
     if (source / "recipe.toml").is_file():
         if not any((source / "checkpoints").glob("step-*")):

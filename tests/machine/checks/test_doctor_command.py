@@ -63,7 +63,7 @@ def test_json_has_every_check_with_its_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--from", "/nowhere.json"], "No such file"),
+        (["--from", "/nowhere.json"], "does not exist"),
         (["--from", "{json}"], "schema"),
         (["--from", "{good}", "--active"], "--active"),
         (["--from", "{good}", "--no-active"], "--active"),
