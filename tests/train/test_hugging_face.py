@@ -222,6 +222,21 @@ def test_greedy_text_is_that_of_transformers(folder: Path, tmp_path: Path) -> No
     assert result["generated_tokens"] == 60 and result["tokens_per_s"] > 0
 
 
+def test_a_run_predicts_without_the_folder_of_its_model(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "qwen2", tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the cat sat on a mat and then it went away. " * 60)
+    run = tmp_path / "run"
+    train = ["--model", f"hf:{tmp_path / 'model'}", "--dataset", f"text:{tmp_path / 'text.txt'}"]
+    train += ["--seq-len", "16", "--steps", "2", "--device", "cpu", "--out", str(run)]
+    done = run_tutti("train", *train)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "model")
+    for flags in (["--prompt", "the cat", "--tokens", "4"], []):
+        done = run_tutti("predict", "--run", str(run), "--device", "cpu", *flags)
+        assert done.returncode == 0, done.stderr
+    assert (run / "predictions-test.jsonl").exists()
+
+
 def _change_config(path: Path, **changes: Any) -> None:
     config = json.loads((path / "config.json").read_text())
     kept = {key: value for key, value in (config | changes).items() if value is not None}

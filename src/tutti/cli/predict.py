@@ -150,7 +150,7 @@ def _check_before_start(options: Predict, ranks: int) -> None:
     changes = {name: value for name, value in changes.items() if value is not None}
     recipe = with_values(recipe, {"data": changes})
     batch = options.batch or recipe.batching.batch
-    check_model_and_data(recipe, layout, batch, options.device_type())
+    check_model_and_data(recipe, layout, batch, options.device_type(), weights=False)
 
 
 def _predict(options: Predict) -> int:

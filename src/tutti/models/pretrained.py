@@ -81,8 +81,11 @@ def model_name(model: str) -> str:
     return Path(source[1]).resolve().name if source else model.rpartition(":")[2]
 
 
-def check_source(source: str, name: str) -> None:
-    """Raise ModelError for a missing package and for a damaged folder. Imports no package."""
+def check_source(source: str, name: str, *, weights: bool = True) -> None:
+    """Raise ModelError for a missing package and for a damaged folder. Imports no package.
+
+    `weights` is False for the folder in a run directory: the weights are in the checkpoints.
+    """
     package, extra = ("transformers", "hf") if source == "hf" else ("timm", "timm")
     if importlib.util.find_spec(package) is None:
         raise ModelError(
@@ -90,7 +93,7 @@ def check_source(source: str, name: str) -> None:
             f"'tutti-torch[{extra}]'"
         )
     if source == "hf":
-        read_folder(name)
+        read_folder(name, weights=weights)
 
 
 def read_folder(name: str | Path, *, weights: bool = True) -> HuggingFaceFolder:

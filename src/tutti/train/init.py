@@ -227,7 +227,7 @@ def _own_model(name: str) -> Callable[[], Any]:
     source = split_source(name)
     if source is None:
         return load_function(name, "--model", tuple(_MODELS))
-    check_source(*source)
+    check_source(*source, weights=False)
     if source[0] == "timm":
         return partial(build_timm, source[1])
     return partial(build_causal_lm, read_folder(source[1], weights=False))

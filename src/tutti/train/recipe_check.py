@@ -80,10 +80,15 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
     _check_layout(recipe, schedule.layout, schedule.accumulation)
 
 
-def check_model_and_data(recipe: Recipe, layout: Layout, rank_batch: int, device: str) -> None:
-    """Raise UsageError if the model or the dataset cannot exist, or is larger than the memory."""
+def check_model_and_data(
+    recipe: Recipe, layout: Layout, rank_batch: int, device: str, *, weights: bool = True
+) -> None:
+    """Raise UsageError if the model or the dataset cannot exist, or is larger than the memory.
+
+    `weights` is False for a trained run, which has its weights in checkpoints.
+    """
     check_numbers(recipe)
-    check_model(recipe)
+    check_model(recipe, weights=weights)
     _check_dataset(recipe)
     if device == "cpu":
         _check_memory(recipe, layout, rank_batch)
@@ -187,7 +192,7 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
 # -- model and dataset: names, functions, files ----------------------------------------------------
 
 
-def check_model(recipe: Recipe) -> None:
+def check_model(recipe: Recipe, *, weights: bool = True) -> None:
     """Raise UsageError if there is no such model, or if it does not fit the recipe."""
     model = recipe.model
     if model == "own":
@@ -198,7 +203,7 @@ def check_model(recipe: Recipe) -> None:
         )
     _check_init_from(recipe)
     if source := split_source(model):
-        _check_hugging_face(recipe, *source)
+        _check_hugging_face(recipe, *source, weights)
     elif model not in RECIPES:
         check_function(model, "--model", tuple(RECIPES))
     elif type(RECIPES[model].architecture) is not type(recipe.architecture):
@@ -235,11 +240,11 @@ def _check_init_from(recipe: Recipe) -> None:
         raise UsageError(f"--init-from: {error}") from None
 
 
-def _check_hugging_face(recipe: Recipe, source: str, name: str) -> None:
+def _check_hugging_face(recipe: Recipe, source: str, name: str, weights: bool) -> None:
     """Check the folder, and that it fits the dataset and the layout, as far as config.json says."""
     try:
-        check_source(source, name)
-        folder = read_folder(name) if source == "hf" else None
+        check_source(source, name, weights=weights)
+        folder = read_folder(name, weights=weights) if source == "hf" else None
     except ModelError as error:
         raise UsageError(str(error)) from None
     if folder is None:
