@@ -1,11 +1,12 @@
-"""Advice on what to try, and the time that it would save. Each kind of finding has one function.
+"""Computes advice: what to try, and the time that it would save.
 
-The texts are in advice.toml. The gain of a change is computed for each recorded step, under several
-sets of assumptions that the recording cannot decide between. The band of the gain reaches from the
-lowest first quartile to the highest third quartile, and is widened by the noise of the steps. Only
-advice whose whole band is above zero is offered. Gains do not add up: two changes that remove the
-same wait remove it only once. `findings_without_gain` returns findings whose gain the recording
-does not show.
+Each kind of advice has one function. The texts are in advice.toml. The gain of a change is computed
+for each recorded step and for several sets of assumptions, because the recording does not show
+which assumptions are right. Over these sets, the band of the gain reaches from the lowest first
+quartile to the highest third quartile. The band is widened by the noise of the steps. Only advice
+whose whole band is above zero is offered. Gains do not add up: two changes that remove the same
+wait remove it only once. `findings_without_gain` returns findings whose gain the recording does not
+show.
 
 `change` is what `tutti profile --try-advice` changes: settings of the program, which
 program_settings.py applies, or {"flags": {FLAG: VALUE}} for a run of tutti train. `change` is None
@@ -31,18 +32,19 @@ from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 # Two runs of the same program may differ by this share of the step, even if the steps within each
 # run take the same time.
 _RUN_NOISE = 0.03
-_LARGEST_SCALAR = 1024  # bytes. A smaller all-reduce is a loss, not a gradient.
+_LARGEST_SCALAR = 1024  # bytes. An all-reduce up to this size reduces a loss, not gradients.
 _MEMORY_FULL = 0.9  # share of the device's memory
 _MAX_WORKERS = 16
-# Seconds to receive a batch from a worker process: at best, at worst, and per byte at worst.
+# Receiving a batch from a worker process takes at least _FETCH_S seconds. At worst it takes
+# _MAX_FETCH_S seconds plus _MAX_FETCH_S_PER_BYTE seconds for each byte.
 _FETCH_S, _MAX_FETCH_S, _MAX_FETCH_S_PER_BYTE = 1e-4, 1.5e-3, 1e-9
 _EVENT_S = 4e-6  # seconds by which the profiler lengthens a short operator
 # A transfer of t seconds lengthens the computation that runs at the same time by this factor × t.
 # First: a CPU or the GPU's copy engines are free for the transfer. Second: the transfer and the
 # computation use the same CPUs.
 _CONTENTION, _FULL_CONTENTION = 0.2, 1.0
-# Advice that shortens the all-reduces of gradients. The gain of gradient accumulation is computed
-# from the time of all-reduces that remains after this advice.
+# Ids of the advice that shortens the all-reduces of gradients. The gain of gradient accumulation is
+# computed from the all-reduce time that remains if the user follows this advice first.
 _GRADIENT_ADVICE = ("no_sync", "buckets", "overlap", "grouping")
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -60,18 +62,21 @@ class ProfiledRun:
 
     @cached_property
     def step_numbers(self) -> list[int]:
-        """The steps that all ranks have recorded."""
+        """The numbers of the steps that all ranks have recorded.
+
+        If no step was recorded on all ranks, these are the numbers of all recorded steps.
+        """
         per_rank = [{step.number for step in trace.steps} for trace in self.traces]
         return sorted(set.intersection(*per_rank)) or sorted(set.union(*per_rank))
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of a step, mean over ranks and median over steps."""
+        """Seconds of a step: the median over steps of the mean over ranks."""
         return median(self.per_step(lambda step: step.seconds))
 
     @cached_property
     def noise_s(self) -> float:
-        """Seconds by which the medians of the steps of two runs may differ by chance.
+        """Seconds by which the median step times of two runs may differ by chance.
 
         The standard error of the difference of two medians is 1.25 σ √2 / √n, with σ from the
         median absolute deviation of the steps.
@@ -84,7 +89,7 @@ class ProfiledRun:
 
     @cached_property
     def overhead(self) -> float:
-        """Recorded / unrecorded step time, or 1 if unknown."""
+        """Recorded / unrecorded step time, limited to 1 to 2. It is 1 if unknown."""
         known = [trace.capture_info.get("overhead") or 1.0 for trace in self.traces]
         return min(2.0, max(1.0, median(known)))
 
@@ -105,7 +110,7 @@ class ProfiledRun:
 
     @cached_property
     def cpus_per_rank(self) -> float | None:
-        """CPUs of a host for each of its ranks, or None if unknown. The scarcest host counts."""
+        """CPUs per rank on the host with the fewest CPUs per rank, or None if unknown."""
         result: list[float] = []
         for host in {trace.host for trace in self.traces}:
             lists = [t.capture_info.get("cpus") or [] for t in self.traces if t.host == host]
@@ -122,14 +127,14 @@ class ProfiledRun:
         return _CONTENTION if free else _FULL_CONTENTION
 
     def per_step(self, value: Callable[[StepBreakdown], float]) -> list[float]:
-        """Return a value of each step, mean over ranks."""
+        """Return the mean of `value(step)` over ranks, for each step number."""
         return [
             fmean(value(step) for step in self.steps if step.step == number)
             for number in self.step_numbers
         ]
 
     def per_trace_step(self, value: Callable[[RankTrace, Step], float]) -> list[float]:
-        """Return a value of each step that is computed from the trace, mean over ranks."""
+        """Return the mean of `value(trace, step)` over ranks, for each step number."""
         return [
             fmean(
                 value(trace, step)
@@ -141,7 +146,7 @@ class ProfiledRun:
         ]
 
     def part(self, name: str, rank: int | None = None) -> float:
-        """Return the seconds of a part per step, of one rank or as the mean over ranks."""
+        """Return the mean seconds of a part per step, on `rank` or on all ranks (None)."""
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed_steps(self, axis: str | None, bucket: bool | None = None) -> list[float]:
@@ -217,9 +222,9 @@ def _advice(
 ) -> Advice | None:
     """Return one entry of `advice[]`, or None if the band of its gain reaches down to zero.
 
-    `scenarios` are the gains of each step in seconds, one list for each set of assumptions.
-    `values` are the values in the texts of advice.toml. `gained` is the time per step that other
-    advice saves first.
+    `scenarios` has one list for each set of assumptions, with the gain of each step in seconds.
+    `values` replace the placeholders in the texts of advice.toml. `gained` is the number of seconds
+    per step that other advice already saves if the user follows the other advice first.
     """
     scenarios = [gains for gains in scenarios if gains]
     if not scenarios:
@@ -286,8 +291,8 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
     ddp, model = run.ddp, _bucket_model(run)
     if ddp is None or model is None or run.exposed("dp", bucket=True) <= 0:
         return
-    # All-reduces that are not buckets run under other conditions, so they are used for the fit only
-    # if the buckets have one size.
+    # Buckets of one size do not show latency and bandwidth separately. In this case the fit also
+    # uses the other all-reduces, although they run under different conditions.
     points = [point for found in model.messages.values() for point in found]
     cost = fit_message_cost(points)
     if cost is None or not cost.separated:
@@ -297,7 +302,8 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
     ranks, best = len(run.traces), None
     for size, buckets in ddp["other_buckets"].items():
         gain = model.gain(buckets, cost, ranks, run.overhead)
-        # More communication during backward may slow the computation. Less may speed it up.
+        # More communication during backward may slow the computation, and less communication may
+        # speed the computation up.
         slower = run.contention * gain.more_hidden
         scenarios = [*gain.scenarios, [g - slower for g in gain.scenarios[0]]]
         lowest = min(quartiles(gains)[0] for gains in scenarios)
@@ -324,7 +330,7 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _no_sync(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if all backward passes of a step communicate, of which one would be enough."""
+    """Yield advice if DDP communicates in several backward passes of a step, not only the last."""
     ddp, model = run.ddp, _bucket_model(run)
     passes = model.passes_per_step() if model is not None else 0
     if ddp is None or model is None or passes < 2 or run.is_tutti:
@@ -334,7 +340,8 @@ def _no_sync(run: ProfiledRun) -> Iterator[Advice | None]:
         saved = [backward for ranks in found[:-1] for backward in ranks.values()]
         gains.append(sum(b.finish - b.end for b in saved) / len(run.traces))
         hidden.append(sum(b.hidden_s for b in saved) / len(run.traces))
-    # Without communication the copies to and from the buckets and the contention disappear, too.
+    # A backward pass without communication also saves the copies to and from the buckets, and
+    # transfers no longer slow its computation.
     copied = run.per_trace_step(
         lambda trace, step: (
             _reducer_s(trace, step, "copy_bucket_to_grad") + _reducer_s(trace, step, "mul_out")
@@ -360,7 +367,7 @@ def _reducer_s(trace: RankTrace, step: Step, name: str) -> float:
 
 
 def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if DDP copies the reduced gradients from its buckets into the gradients."""
+    """Yield advice if DDP copies reduced gradients from its buckets to `.grad` of parameters."""
     ddp = run.ddp
     if ddp is None or ddp["gradient_as_bucket_view"] or any(t.on_device for t in run.traces):
         return
@@ -370,8 +377,9 @@ def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
     cure, change = _ddp_change(
         run, ddp, "gradient_as_bucket_view", True, "--gradient-as-bucket-view"
     )
-    # Gradients that are views of the buckets are also not allocated again in each backward. The
-    # recording does not show the page faults of this; measured gains were up to 5 copies.
+    # Gradients that are views of the buckets are allocated only once, which also saves page faults
+    # in each backward. The recording does not show these page faults. Measured gains were up to 5
+    # times the time of the copies.
     high = [5 * seconds for seconds in copied]
     gains = [low, copied, high]
     copied_ms = 1e3 * fmean(copied)
@@ -385,7 +393,7 @@ def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
         return
     name = "search_unused_parameters"
     searched = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, name))
-    size = 4 * len(ddp["bytes"])  # the map of used parameters, which DDP all-reduces, too
+    size = 4 * len(ddp["bytes"])  # bytes of the map of used parameters, which DDP all-reduces
     maps = run.per_trace_step(
         lambda trace, step: sum(
             b.end - b.transfer_start for b in buckets_in(trace, step) if b.bytes == size
@@ -405,7 +413,7 @@ def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if gradients are reduced after backward, although compute could hide this."""
+    """Yield advice to reduce gradients during backward if the program reduces them afterwards."""
     reduced_late = False
     for trace in run.traces:
         for step in trace.steps:
@@ -428,7 +436,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
         lambda trace, step: trace.compute.between(*(step.gradients or (0.0, 0.0))).seconds
     )
     gains = list(map(min, run.exposed_steps("dp"), hideable))
-    lowest = 1 - 0.5 * run.contention  # the computation may become slower
+    lowest = 1 - 0.5 * run.contention  # transfers may slow the computation
     yield _advice(
         run,
         "overlap",
@@ -438,7 +446,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if there are many small messages. As one message, they cost one latency α."""
+    """Yield advice to combine many small all-reduces into one, which has the latency α once."""
     all_reduces = run.collectives("all_reduce", "dp")
     small = [match for match in all_reduces if match.first.bucket_ready is None]
     count = len(small) / len(run.step_numbers)
@@ -452,7 +460,7 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _gathers(backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
-    """Return a function that returns the all-gathers of forward or of backward in a step."""
+    """Return a function that finds the all-gathers in backward, or in forward, of a step."""
 
     def gathers(trace: RankTrace, step: Step) -> list[Collective]:
         border = step.backward_start or step.end
@@ -467,7 +475,7 @@ def _gathers(backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
 
 
 def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to keep the parameters of FSDP2 units between forward and backward."""
+    """Yield advice to keep the gathered parameters of FSDP2 units from forward to backward."""
     units = [unit for unit in run.program.get("fsdp") or [] if unit["reshard_after_forward"]]
     gathers = _gathers(backward=True)
     more = sum(unit["bytes"] for unit in units)
@@ -481,7 +489,8 @@ def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
         return (moving - trace.compute).seconds
 
     gains = run.per_trace_step(exposed)
-    # The highest factor is above 1, because the copies and waits of the gathers disappear, too.
+    # The highest factor is above 1, because the advice also saves the copies and waits of these
+    # gathers.
     yield _advice(
         run,
         "reshard",
@@ -494,7 +503,7 @@ def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to gather the next FSDP2 unit during the computation of the present one.
+    """Yield advice to gather the next FSDP2 unit while the current FSDP2 unit computes.
 
     On a CPU, FSDP2 waits for each gather before it continues, so prefetching changes nothing.
     """
@@ -526,14 +535,19 @@ def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _replicate(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to replicate. Replicas move 2/3 of the bytes that sharding moves."""
+    """Yield advice to replicate the model instead of sharding it.
+
+    Replicas move 2/3 of the bytes that sharding moves: an all-reduce moves as many bytes as one
+    all-gather and one reduce-scatter, but sharding needs a second all-gather.
+    """
     exposed = run.exposed_steps("shard")
     gathered = run.collectives("all_gather", "shard")
     if max(exposed) <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
         return
     ranks = gathered[0].first.group_size or len(gathered[0].members)
-    # Parameters are gathered for forward and for backward. Replicas hold the parameters, the
-    # gradients and Adam's two states in full instead of a shard of each.
+    # The size of the model is half of the gathered bytes of a step, because parameters are gathered
+    # for forward and again for backward. A replica needs 4 × this size (parameters, gradients and
+    # Adam's two states), of which a rank now holds only a shard.
     model = sum(match.first.bytes for match in gathered) / len(run.step_numbers) / 2
     more = 4 * model * (1 - 1 / ranks)
     memory = run.device_memory()
@@ -550,7 +564,7 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice | None]:
-    """Yield advice to use k microbatches: gradients are reduced once for k times the samples."""
+    """Yield advice to accumulate the gradients of k microbatches before they are reduced."""
     others = [_gain(advice) for advice in found if advice["id"] in _GRADIENT_ADVICE]
     gained = max(others, default=0.0)
     steps = [max(0.0, exposed - gained) for exposed in run.exposed_steps("dp")]
@@ -558,7 +572,8 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice 
     rest = run.step_s - gained - exposed
     if exposed <= 0:
         return
-    # k is the first number with which at most 5 % of the step is exposed.
+    # k is the smallest number with which exposed communication is at most 5 % of the step, or 8 if
+    # there is none.
     k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
     yield _advice(
@@ -585,10 +600,10 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
     has_workers = any(trace.has_loader_workers for trace in run.traces)
     if max(waits.values()) <= 0 or (has_workers and not workers):
         return
-    # tutti's loader without workers loads in a thread, so it is like one worker.
+    # tutti's loader without workers loads in a thread, which counts as one worker.
     producers = max(1, workers) if run.is_tutti else workers
     if workers and not run.is_tutti and max(loader.get("starved", 0) for loader in loaders) < 0.5:
-        return  # the batches are ready, and receiving them takes the time
+        return  # batches are ready in time, so the program only waits to receive them
     # Seconds of each rank in each step: its own work, and its input. Neither contains the time
     # that the rank waits for other ranks, because that time changes if work or input changes.
     own: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
@@ -616,7 +631,8 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
         fetch = _MAX_FETCH_S + batch_bytes * _MAX_FETCH_S_PER_BYTE if at_worst else _FETCH_S
         slowest = load / count * (1.15 if at_worst else 1.0)
         if at_worst and cpus and not producers:
-            # The process and its workers share the CPUs, so a step takes at least this time.
+            # The process and its workers share the CPUs, so a step takes at least the CPU time per
+            # step divided by the number of CPUs.
             slowest = max(slowest, process_cpu / cpus)
         for scale in {1.0, 1 / run.overhead}:
             gains = []
@@ -646,7 +662,7 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield the late rank, if it is late in most steps. `straggler_rows` defines the gain."""
+    """Yield advice on the late rank if it is late in most steps. See `straggler_rows`."""
     row = late_rank(run.stragglers)
     if row is None or not row["steady"] or row["excess"]["part"] == "input":
         return
@@ -688,7 +704,10 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
 
 
 def _shared_cpus(run: ProfiledRun) -> Iterator[tuple[str, list[RankTrace], int, int]]:
-    """Yield (host, traces, CPUs, threads of all ranks) of hosts whose ranks share CPUs."""
+    """Yield each host whose ranks compute on shared CPUs.
+
+    A host is (name, traces, number of CPUs, number of threads of all ranks).
+    """
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
         cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]
@@ -757,7 +776,10 @@ def _gpu_gaps(run: ProfiledRun) -> Iterator[str]:
 
 
 def _microbatches(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice on microbatches. The bubble of p stages is (p - 1) / m of the work."""
+    """Yield advice to use more microbatches.
+
+    With p pipeline stages and m microbatches, the bubble takes (p - 1) / m of the computation time.
+    """
     bubbles = run.per_step(lambda step: step.parts["bubble"])
     receives = [
         sum(call.operation in ("recv", "send_recv") for call in trace.collectives_called_in(step))

@@ -1,9 +1,10 @@
-"""Parts of a typical step: from recorded steps, calibrated to steps without the profiler.
+"""Computes the parts of a typical step from recorded steps, and corrects them for the profiler.
 
 Recording slows the host. On a CPU operators and the short gaps around them take longer. On a GPU
 only the short gaps between kernels grow, because the host launches kernels later. Recording
 does not change how long a program sleeps, waits for data or moves data. Therefore only the slowed
-parts are scaled, all by one factor, until the parts add up to a typical step without the profiler.
+parts are scaled, and all of them by the same factor. The factor is chosen so that the sum of all
+parts is the time of a typical step without the profiler.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ class CalibratedStep:
     """The parts of a typical step, in seconds, and the time that they do not explain."""
 
     parts: dict[str, float]
-    factor: float  # seconds without the profiler / recorded seconds, of the slowed parts
+    factor: float  # for the slowed parts: seconds without the profiler / recorded seconds
     slowed: tuple[str, ...]
     unexplained: float  # seconds without the profiler minus the sum of the parts
 
@@ -31,7 +32,7 @@ class CalibratedStep:
 
 
 def typical_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean parts over the middle half of the steps by length."""
+    """Sort the steps by length, and return the mean of each part over the middle half."""
     return mean_parts(middle_half(steps, key=lambda parts: sum(parts.values())))
 
 
@@ -40,9 +41,9 @@ def mean_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def timed_steps(step_times: Sequence[float]) -> Sequence[float]:
-    """Return the second half of the steps before the recording, or nothing if they are too few.
+    """Return the second half of the step times before the recording, or () if it is too short.
 
-    The first steps of a program are slower than the others.
+    The first half is left out, because the first steps of a program are slower than later steps.
     """
     later = step_times[len(step_times) // 2 :]
     return later if len(later) >= _MIN_TIMED_STEPS else ()
@@ -55,9 +56,11 @@ def typical_seconds(step_times: Sequence[float]) -> float:
 def calibrate(
     recorded: Mapping[str, float], seconds: float, on_device: bool, max_factor: float
 ) -> CalibratedStep:
-    """Scale the slowed parts, so that all parts add up to `seconds`, if the factor is credible.
+    """Scale the slowed parts so that all parts add up to `seconds`.
 
-    The part `pause`, the gaps that are too long to be due to recording, is added to `host_gap`.
+    The factor is limited to credible values, so a difference may remain (`unexplained`). The part
+    `pause` has the gaps that are too long to be caused by recording. It is added to `host_gap`
+    without scaling.
     """
     slowed = ("host_gap",) if on_device else ("compute", "hidden", "host_gap", "rest")
     slowed_seconds = sum(recorded.get(name, 0.0) for name in slowed)

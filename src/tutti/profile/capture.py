@@ -39,10 +39,11 @@ from .program_settings import LoaderTimes, read_settings
 _OTHER_PROFILER = "the program runs its own torch.profiler. Remove that profiler."
 # How long a rank that has written its trace waits for the other traces before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
-# Flight recorder entries that are kept in a trace. The entry of a gloo collective has its group and
-# its sequence number, which its trace events do not have.
+# Maximum number of flight recorder entries that are kept in a trace. The entry of a gloo collective
+# has the group and the sequence number, which are missing in the trace events of the collective.
 _RECORDER_ENTRIES = 20_000
-# Size of the heap that is prepared for the profiler's events, which took up to 9 MB per step.
+# Bytes of heap that are prepared for the profiler's events: for each step, and the maximum of the
+# sum. Measured events took up to 9 MB per step.
 _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 256 << 20
 _HEAP_BLOCK_BYTES = 64 << 10  # malloc may use mmap instead of the heap for blocks of 128 kB or more
 # torch declares no types for some functions of these modules.
@@ -62,9 +63,9 @@ class Capture:
     message sizes are otherwise unknown. `tensorboard` is a folder into which the traces are also
     copied, named for TensorBoard's profile plugin. `nvtx` marks the steps for Nsight Systems
     instead of recording them, and needs CUDA. `batch` is the number of samples per step of this
-    rank. None counts the samples in the program's data loader. `stop` ends the program when all
-    ranks have written their traces. `replace` overwrites an existing trace. If a command trains
-    more than once, False keeps the first trace.
+    rank. If `batch` is None, the samples in the program's data loader are counted. `stop` ends the
+    program when all ranks have written their traces. `replace` overwrites an existing trace. If
+    `replace` is False and a command trains more than once, the first trace is kept.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Capture:
         self._hooks = ExitStack()  # removes all hooks in torch when it is closed
         self._batch, self._batch_counter = batch, _BatchCounter(self._hooks)
         self._program_profilers = _ProgramProfilers(self)
-        self._device: torch.device | None = None  # the GPU that the program uses
+        self._device: torch.device | None = None  # the GPU that the program uses, if any
         # The times of the steps during `wait` (without the profiler) and during `active`.
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
         self._program_settings: dict[str, Any] = {}
@@ -191,7 +192,10 @@ class Capture:
         self._never_raise(self._start)
 
     def ignore_forward_calls(self) -> None:
-        """Discard the recorded forward calls, which were an evaluation before the training."""
+        """Discard the recorded forward calls.
+
+        The program has an optimizer, so these calls were an evaluation before the training.
+        """
         if self._forward_calls is None:
             return
         self._forward_calls.remove()
@@ -223,7 +227,10 @@ class Capture:
         self._profiler = None
 
     def _before_recording(self) -> None:
-        """Prepare the recording. This runs after the steps of `wait`, so it does not slow them."""
+        """Prepare the recording.
+
+        This runs after the first `wait` steps, which are timed, so it does not slow these steps.
+        """
         if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
@@ -234,7 +241,10 @@ class Capture:
             self._touched = _touch_heap(size)
 
     def _before_profiler_starts(self, starting: Any) -> None:
-        """End this capture, and keep its recorded steps, if `starting` belongs to the program."""
+        """End this capture if the program starts its own profiler. The recorded steps are kept.
+
+        `starting` is the profiler that is about to start.
+        """
         profiler = self._profiler
         is_own = getattr(profiler, "profiler", None) is starting
         if profiler is None or self._steps < self.wait or is_own:
@@ -247,8 +257,8 @@ class Capture:
     def _start(self) -> None:
         if self.wait == 0:
             self._before_recording()
-        # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU,
-        # even if the host has GPUs.
+        # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU. A
+        # program may use no GPU on a host that has GPUs.
         shapes = self._device is None if self.shapes is None else self.shapes
         if dist.is_available() and dist.is_initialized():
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -291,8 +301,8 @@ class Capture:
         if not self.replace and path.exists():
             _report(f"{path} exists and is kept, so this training is not captured")
             return
-        # Write, then rename, so that no process reads an unfinished trace. tutti.measure.files may
-        # not be installed here.
+        # Write, then rename, so that no process reads an unfinished trace. tutti.measure.files has
+        # a function for this, but the program's environment may not have tutti.
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
@@ -304,7 +314,10 @@ class Capture:
             shutil.copyfile(path, self.tensorboard / name)
 
     def _end_program(self) -> None:
-        """End all ranks after the same step, like sys.exit, so that exit handlers run."""
+        """Wait until all ranks of this host have written traces, then end this rank like sys.exit.
+
+        All ranks end after the same step, and their exit handlers run.
+        """
         local_ranks = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
         while len(list(self.directory.glob("rank*"))) < local_ranks and time.monotonic() < deadline:
@@ -336,11 +349,12 @@ class Capture:
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
-            # ProfilerStep#n is complete if n < steps, because torch also ends the range of the step
-            # during which the capture stops.
+            # ProfilerStep#n is a complete step only if n < steps: torch also writes a range for the
+            # unfinished step during which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
-            # Minor page faults of each step without the profiler, and of each recorded step.
+            # Two lists of minor page faults: one number for each step without the profiler, and one
+            # number for each recorded step.
             "page_faults": [self._unrecorded.page_faults, self._recorded.page_faults],
             # The module whose calls are the steps, or None if an optimizer marks the steps.
             "steps_of_module": calls.module_name if calls is not None else None,
@@ -381,7 +395,7 @@ def _page_faults() -> int:
 
 
 def _kernel_identity() -> str:
-    """Return a text that is the same for all processes that share a kernel, and thus a clock."""
+    """Return the boot id of the kernel, or "". Processes with the same boot id share a clock."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -393,12 +407,12 @@ def _peak_memory() -> int:
 
 
 def _touch_heap(size: int) -> int:
-    """Enlarge the heap by about `size` bytes, touch and free them. Return the touched bytes.
+    """Add about `size` bytes to the heap, write to these bytes and free them. Return their number.
 
-    The profiler stores its events on the heap. Without this, the heap grows during the recorded
-    steps, and each new page is a page fault: thousands per step, which slow the steps by an amount
-    that depends on the number of operators and of ranks. malloc returns free memory to the system
-    only from the end of the heap, so the block with the highest address is never freed.
+    The profiler stores its events on the heap. Without these bytes the heap grows in the recorded
+    steps, and each new page causes a page fault. Thousands of page faults per step slow the steps
+    by an amount that depends on the number of operators and of ranks. The block with the highest
+    address is never freed, because malloc returns free memory at the end of the heap to the system.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -432,7 +446,7 @@ def _report(text: str) -> None:
 
 
 def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method until `hooks` is closed."""
+    """Replace the method `name` of `owner` until `hooks` is closed."""
     hooks.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, replacement)
 
@@ -440,8 +454,9 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
 class _ForwardCalls:
     """Marks the calls of the outermost module as the steps of a program without an optimizer.
 
-    The first module that is called twice from outside of any module, in evaluation mode or without
-    gradients, marks the steps. The hooks are removed when the program creates an optimizer.
+    The steps are the calls of the first module that the program calls twice in evaluation mode or
+    without gradients. Calls inside the forward of another module do not count. The hooks are
+    removed when the program creates an optimizer.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -492,8 +507,8 @@ class _BatchCounter:
     """Counts the samples of the first data loader that is used after `begin`.
 
     `begin` is called after the program's first step, so an evaluation before training is not
-    counted. For torch's DataLoader each batch counts as its batch size. For tutti's Loader the
-    samples in each batch are counted.
+    counted. A batch of torch's DataLoader counts as many samples as the batch size of the loader.
+    For tutti's Loader the samples in each batch are counted.
     """
 
     def __init__(self, hooks: ExitStack) -> None:
@@ -542,7 +557,7 @@ def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
     if not getattr(iterator, "_auto_collation", False):
         return sampler, None  # the dataset makes the batches itself
     size = getattr(sampler, "batch_size", None)
-    if size and getattr(sampler, "split_batches", False):  # Accelerate's batch is for all ranks
+    if size and getattr(sampler, "split_batches", False):  # Accelerate splits batches between ranks
         size /= getattr(sampler, "num_processes", 1)
     return sampler, size
 
@@ -582,7 +597,10 @@ class _ProgramProfilers:
             _replace(hooks, _profile, name, muted)
 
     def any_active(self) -> bool:
-        """Return whether a profiler runs or warms up. Called before the capture starts its own."""
+        """Return whether a profiler of the program runs or warms up.
+
+        This is called before the capture starts its own profiler.
+        """
         return bool(self._prepared) or autograd_profiler._is_profiler_enabled
 
     def _without_marks(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -610,9 +628,9 @@ class _NvtxRanges:
     """Emits NVTX ranges for Nsight Systems: steps, operators and every record_function.
 
     The class has the three methods of torch.profiler.profile that a Capture calls. Nsight and
-    torch.profiler need the same tracing interface of the GPU, which only one of them can use, so
-    with NVTX ranges there is no torch trace. `nsys profile --capture-range=cudaProfilerApi`
-    collects only the recorded steps.
+    torch.profiler cannot use the tracing interface of the GPU at the same time, so no torch trace
+    is written if NVTX ranges are emitted. `nsys profile --capture-range=cudaProfilerApi` collects
+    only the recorded steps.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction], shapes: bool) -> None:

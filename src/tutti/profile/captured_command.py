@@ -1,8 +1,9 @@
 """Runs an unchanged program with every rank captured, and coordinates the tasks of a launcher.
 
 `tutti profile -- srun -n 2 train.py` needs a launcher that passes environment variables to the
-ranks. `srun -n 2 tutti profile -- train.py` does not need this: all tasks write traces and exit
-codes to one folder, and the first task waits for all exit codes and explains the traces.
+ranks. `srun -n 2 tutti profile -- train.py` needs no such launcher, because every task runs tutti
+profile. All tasks write traces and exit codes to one folder, and the first task waits for all exit
+codes and explains the traces.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from tutti.world.launchers import identify
 # How long the first task waits for the other tasks. New files of other hosts appear late in cluster
 # file systems.
 _TASK_TIMEOUT_SECONDS = 60.0
-_FAILED_TIMEOUT_SECONDS = 5.0  # after a failure the launcher may have ended all tasks
+# The timeout after a failure is shorter, because the launcher may have killed the other tasks.
+_FAILED_TIMEOUT_SECONDS = 5.0
 
 
 def captured_environment(settings: dict[str, Any], before: Mapping[str, str]) -> dict[str, str]:
@@ -41,7 +43,7 @@ def captured_environment(settings: dict[str, Any], before: Mapping[str, str]) ->
 
 
 def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
-    """Make torch's flight recorder, in which capture.py finds gloo's collectives, large enough."""
+    """Enlarge torch's flight recorder, from which capture.py reads the collectives of gloo."""
     env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
 
 
@@ -119,7 +121,11 @@ class LauncherTask:
         )
 
     def default_folder(self, now: str) -> Path:
-        """Return the folder to use without --out. Its name has the job id, as clocks may differ."""
+        """Return the folder that is used if --out is not given.
+
+        If there are several tasks, the name has the job id instead of the time, because the clocks
+        of hosts may differ.
+        """
         if self.count == 1:
             return Path("runs") / f"profile-{now}"
         if not self.job:
@@ -138,7 +144,7 @@ class LauncherTask:
             write_atomically(path, str(code))
 
     def wait_for_exit_codes(self, out: Path, failed: bool) -> tuple[dict[int, int], list[int]]:
-        """Return the exit codes of the tasks that have ended, and the tasks without one."""
+        """Return the exit codes of the tasks that have ended, and the numbers of other tasks."""
         codes: dict[int, int] = {}
         timeout = _FAILED_TIMEOUT_SECONDS if failed else _TASK_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout

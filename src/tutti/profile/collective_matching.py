@@ -18,8 +18,8 @@ _AXES = {
 }
 # Ranks with the same kernel share a clock. In a trace that does not name its kernel, ranks with the
 # same host name normally share a clock, but containers on several hosts may have the same name.
-# Such ranks have separate clocks if their end times differ by more than this constant and by more
-# than three times the spread.
+# Such ranks have separate clocks if they end the same collectives at different times. The median
+# difference must be larger than this constant and than three times the spread of the differences.
 _SAME_CLOCK_SECONDS = 1e-3
 
 
@@ -54,7 +54,8 @@ class MatchedCollective:
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     """Return the collectives that at least two traces contain.
 
-    Store in each collective which rank arrived last, and when. This needs aligned clocks.
+    The last rank and its arrival time are stored in each collective. They are correct only if the
+    clocks are aligned.
     """
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
     ambiguous = {id(collective) for collective in collectives_without_group(traces)}
@@ -66,7 +67,8 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
             if key is None or id(collective) in ambiguous:
                 continue
             if collective.sequence is None or collective.is_point_to_point:
-                # Without a usable sequence number, match the n-th of the same kind in the step.
+                # Without a usable sequence number, the n-th collective of the same kind in a step
+                # of one rank matches the n-th collective on the other ranks.
                 position = bisect_right(starts, collective.arrival) - 1
                 step = trace.steps[position].number if position >= 0 else -1
                 occurrences[(*key, step)] += 1
@@ -82,7 +84,10 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
 
 
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
-    """Return collectives without a group in a world with subgroups, which cannot be matched."""
+    """Return the collectives that cannot be matched.
+
+    There are several groups, and the trace does not name the group of these collectives.
+    """
     groups = [group for trace in traces for group in trace.groups.values()]
     sizes = {int(group.get("pg_size") or len(group.get("ranks") or ())) for group in groups}
     world_size = max(trace.world_size for trace in traces)
@@ -95,7 +100,7 @@ def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
 def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
     group_ranks = trace.groups.get(collective.group, {}).get("ranks", ())
     ranks = collective.group_ranks or tuple(group_ranks)
-    # Two groups of the same name may exist on different ranks, so the ranks are part of the key.
+    # Groups of different ranks may have the same name, so the ranks are part of the key.
     group = (collective.group, ranks)
     if not collective.is_point_to_point:
         if collective.sequence is not None:
@@ -116,9 +121,10 @@ def name_axes(trace: RankTrace) -> None:
     """Set the mesh axis of each collective, and the ranks of its group, which matching needs.
 
     A DeviceMesh describes its groups as mesh_<axis>. The default group belongs to the only axis, or
-    to the axis `world` if there are several. Without a mesh the operations determine the axis:
-    replicas all-reduce gradients; sharding gathers parameters and scatters gradients. A program
-    that all-reduces and never scatters has replicas: its gathers collect metrics.
+    to the axis `world` if there are several axes. Without a mesh the operations determine the axis.
+    An all-reduce belongs to dp, because replicas all-reduce gradients. An all-gather or a
+    reduce-scatter belongs to shard. If a program uses all-reduce but never reduce-scatter, its
+    parameters are replicated, and its all-gathers collect metrics.
     """
     by_description = {str(group.get("pg_desc", "")): group for group in trace.groups.values()}
     present = _axes_present(trace)
@@ -146,8 +152,8 @@ def _axes_present(trace: RankTrace) -> set[str]:
         if (axis := _named_axis(str(group.get("pg_desc", "")))) is not None
     }
     large = {axis for axis, size in sizes.items() if size > 1}
-    # If one axis contains all ranks, it uses the default group, and all other axes have groups of
-    # one rank. So the axis without a named group is the one with all ranks.
+    # If one axis contains all ranks, this axis uses the default group, and the groups of all other
+    # axes have one rank. So the axis without a named group contains all ranks.
     unnamed = set(_AXES.values()) - set(sizes)
     return unnamed if not large and len(unnamed) == 1 else large
 
@@ -158,7 +164,7 @@ def _axis(
     if (named := _named_axis(description)) is not None:
         return named
     point_to_point = collective.is_point_to_point
-    if point_to_point and not collective.group:  # NCCL batches, which only pipelines send
+    if point_to_point and not collective.group:  # an NCCL batch, which only pipelines use
         return "pp"
     size = len(collective.group_ranks) or collective.group_size
     has_all_ranks = size == world_size or (not size and not collective.group)
@@ -180,10 +186,12 @@ def _named_axis(description: str) -> str | None:
 
 @dataclass
 class Clock:
-    """The seconds by which a rank's clock was ahead of the first rank's, and the correction."""
+    """The measured offset of a rank's clock, and the correction that was applied to the trace."""
 
     rank: int
-    measured_s: float | None  # None if no chain of collectives connects it to the first rank
+    # Seconds by which this clock was ahead of the first rank's clock. None if no chain of
+    # collectives connects the two ranks.
+    measured_s: float | None
     spread_s: float
     applied_s: float
 
@@ -192,7 +200,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
     """Measure the clock offsets between hosts, and shift all traces to the first rank's clock.
 
     No rank leaves a synchronizing collective before all ranks have arrived, so all ranks leave it
-    at about the same time, and the difference of its end times is the difference of the clocks.
+    at about the same time. The difference between the recorded end times is the clock offset.
     Ranks of one host share a clock. Two hosts that take part in the same collective are compared
     directly, and other hosts through a chain of such comparisons.
     """
@@ -235,7 +243,7 @@ def _clock_owners(
 def _offsets(
     first: int, owner: dict[int, int], matched: Sequence[MatchedCollective]
 ) -> dict[int, tuple[float, float]]:
-    """Return the seconds by which each clock is ahead of the first rank's clock, and the spread.
+    """Return the offset of each clock from the first rank's clock, and its spread, in seconds.
 
     In each collective every clock is compared with the clock of the lowest rank that takes part. If
     several ranks share a clock, the median of their end times is used. A breadth-first search adds

@@ -1,4 +1,4 @@
-"""From trace files to an explanation: read, align clocks, match collectives, split steps."""
+"""Explains traces: aligns clocks, matches collectives, and splits the steps into parts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ from tutti.profile.trace_file import is_merged
 from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
 
-# Above this share of the step, communication should be optimized first.
+# If communication takes more than this share of the step, it should be optimized first.
 COMM_RATIO_LIMIT = 0.20
 
 
@@ -75,7 +75,7 @@ class Explanation:
         }
 
     def _typical(self, trace: RankTrace) -> list[StepBreakdown]:
-        """Return the middle half of the steps of a rank by length."""
+        """Sort the steps of a rank by length, and return the middle half."""
         steps = [step for step in self.steps if step.rank == trace.rank]
         return middle_half(steps, key=lambda step: step.seconds)
 
@@ -84,7 +84,8 @@ class Explanation:
         recorded = mean_parts([parts_with_pauses(step) for step in self._typical(trace)])
         times = timed_steps(trace.capture_info.get("step_s") or [])
         seconds = typical_seconds(times) if times else sum(recorded.values())
-        # Recording makes no step faster, so slower timed steps are chance and change nothing.
+        # Recording makes no step faster. If the timed steps are slower than the recorded steps,
+        # this is chance, so the factor is at most 1.
         typical = calibrate(recorded, seconds, trace.on_device, max_factor=1.0)
         parts, length = typical.parts, sum(typical.parts.values())
         spread = {
@@ -189,8 +190,8 @@ def explain(files: Sequence[Path]) -> Explanation:
 def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
     """Return the newest trace of each rank, in rank order.
 
-    A profiler with `repeat` writes several traces. Traces that do not name their rank get the
-    unused rank numbers, in file order.
+    A torch profiler whose schedule has `repeat` writes several traces. Traces that do not name
+    their rank get the unused rank numbers, in file order.
     """
     newest: dict[int, RankTrace] = {}
     older: list[str] = []

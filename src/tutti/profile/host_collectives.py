@@ -1,13 +1,15 @@
-"""Assembles one collective of a CPU rank from the several events that it leaves in a trace.
+"""Assembles each collective of a CPU rank from several events of the trace.
 
-- `c10d::allreduce_`: the call on the caller's thread, with the message size if shapes were
-  recorded. The call returns at once if the caller does not wait.
-- `gloo:all_reduce` on a gloo thread, `shm:all_reduce`: the actual time of the operation.
-- `record_param_comms` inside the call (shm, not gloo): group and sequence number.
-- an entry of torch's flight recorder (gloo, if tutti captured the trace): group and sequence
-  number.
-- `tutti::all_reduce|…` around the call, if the program calls tutti.comm: size, group and sequence
-  number, in a tag that tutti.comm.operation.parse_tag reads.
+For example, an all-reduce has these events:
+
+- a call: `c10d::allreduce_` on the caller's thread, with the message size if shapes were recorded.
+  The call returns at once if the caller does not wait.
+- a run: `gloo:all_reduce` on a gloo thread, or `shm:all_reduce`. It shows when the operation ran.
+- parameters (shm, not gloo): `record_param_comms` inside the call, with group and sequence number.
+- a recorder entry (gloo, if tutti captured the trace): an entry of torch's flight recorder, with
+  group and sequence number.
+- a tag (if the program calls tutti.comm): `tutti::all_reduce|…` around the call, with size, group
+  and sequence number. tutti.comm.operation.parse_tag reads the tag.
 """
 
 from collections import defaultdict, deque
@@ -17,11 +19,12 @@ from typing import Any
 
 from tutti.profile.rank_trace import Collective, element_bytes, element_count
 
-# gloo implements reduce_scatter with all_reduce, and its event has the name of all_reduce.
+# gloo implements reduce_scatter with all_reduce, so the run of a reduce_scatter may have the name
+# all_reduce.
 _RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 _SIZE_PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _MAX_IN_FLIGHT = 64  # maximum number of calls of one operation in flight at the same time
-_CLOCK_TOLERANCE = 2e-6  # seconds, because an event and the recorder read the clock separately
+_CLOCK_TOLERANCE = 2e-6  # seconds. The profiler and the flight recorder read the clock separately.
 
 
 @dataclass(slots=True)
@@ -34,7 +37,8 @@ class HostEvent:
     process: Any
     thread: Any
     arguments: dict[str, Any]
-    tag: Any = None  # the tutti.comm.operation.Tag of a range (not imported, as it imports torch)
+    # A tutti.comm.operation.Tag. Its type is not imported, because that module imports torch.
+    tag: Any = None
 
 
 def assemble_collectives(
@@ -46,7 +50,11 @@ def assemble_collectives(
     group_size: Callable[[str], int],
     accumulates_gradient: Callable[[Any, float], bool],
 ) -> list[Collective]:
-    """Return the collectives that a host ran. `recorder` has (time, group, sequence number)."""
+    """Return the collectives that a host ran.
+
+    The first five arguments are the events that the top of this file lists. An entry of `recorder`
+    is (time, group, sequence number).
+    """
     _sort_by_start(calls, runs, parameters, tags)
     run_of_call = _match_runs(calls, runs)
     entries = sorted(recorder)
@@ -77,8 +85,8 @@ def assemble_collectives(
         _fill_size(collective, call, run, group_size(collective.group))
         if (parameter := inner.first_inside(call)) is not None:
             size = collective.bytes
-            # The program called shm, which calls gloo between hosts. The recorder entry is that of
-            # the gloo call.
+            # The program called shm, which may call gloo between hosts. The recorder entry belongs
+            # to this inner call of gloo, so its sequence number is not used.
             collective.sequence = None
             collective.fill_from_arguments(parameter.arguments)
             collective.bytes = max(size, collective.bytes)
@@ -101,7 +109,7 @@ def calls_without_kernels(
     runs: list[HostEvent],
     tags: list[HostEvent],
 ) -> tuple[list[HostEvent], list[HostEvent]]:
-    """Return the calls that the host of a rank with GPUs ran itself (gloo), and their tags.
+    """Return the calls that gloo ran on the host of a rank with GPUs, and the tags of these calls.
 
     A call that contains one of the events `nccl_parameters` launched an NCCL kernel.
     """
@@ -126,7 +134,10 @@ def fill_from_tag(collective: Collective, tag: Any) -> None:
 
 
 def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, HostEvent]:
-    """Return {index of a call: its run}, matched in time order. Equal sizes are preferred."""
+    """Return {index of a call: the run of this call}.
+
+    Runs are matched in time order with earlier calls, preferably with a call of the same size.
+    """
     waiting: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls):
         for name in _RUN_NAMES.get(call.operation, (call.operation,)):
@@ -146,7 +157,7 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
 
 
 def _argument_counts(event: HostEvent) -> list[int]:
-    """Return the element count of each of the first two arguments that is a tensor or a list."""
+    """Return the element counts of the tensors or tensor lists in the first two arguments."""
     dims, kinds = event.arguments.get("Input Dims") or [], event.arguments.get("Input type") or []
     return list(filter(None, map(element_count, dims[:2], kinds[:2])))
 
@@ -177,7 +188,10 @@ def _collective_of(event: HostEvent) -> Collective:
 
 
 def _from_tags(tags: list[HostEvent]) -> list[Collective]:
-    """Return collectives from tags without torch events. Issue and wait tags become one."""
+    """Return collectives from tags whose calls have no torch events.
+
+    The issue tag and the wait tag of an asynchronous call become one collective.
+    """
     result: list[Collective] = []
     issued: dict[tuple[str, str, int], Collective] = {}
     for event in tags:
@@ -197,7 +211,7 @@ def _from_tags(tags: list[HostEvent]) -> list[Collective]:
 class _EventsByThread:
     """Finds the event inside or around a call on the same thread.
 
-    The methods must be used for the calls in time order, because older events are dropped.
+    The methods must be called in the time order of `call`, because they drop older events.
     """
 
     def __init__(self, events: list[HostEvent]) -> None:
@@ -212,7 +226,7 @@ class _EventsByThread:
         return events[0] if events and events[0].start <= call.end else None
 
     def around(self, call: HostEvent) -> HostEvent | None:
-        """Return the event around the call, or None. Each event contains one call."""
+        """Return the event around the call, or None. Each event is returned only once."""
         events = self._events[call.thread]
         while events and events[0].end < call.start:
             events.popleft()

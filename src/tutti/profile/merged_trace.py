@@ -17,7 +17,7 @@ from tutti.profile.rank_trace import RankTrace
 from tutti.profile.step_breakdown import buckets_in
 from tutti.profile.trace_file import MERGED_PREFIX, Event, TraceFile
 
-# Processes and flows (arrows) have numbers in a trace. Each rank gets a separate range.
+# Processes and flows (arrows) have numbers in a trace. Each rank gets a separate range of numbers.
 _PROCESSES_PER_RANK = 1000
 _FLOWS_PER_RANK = 1 << 40
 _MICROSECONDS = 1e6
@@ -54,7 +54,7 @@ class _RankEvents:
 
     def __init__(self, trace: RankTrace, shift: float) -> None:
         self._trace, self._shift = trace, shift
-        self._processes: dict[Any, int] = {}  # maps processes of the trace to the merged trace
+        self._processes: dict[Any, int] = {}  # process of the rank: number in the merged trace
         self._labels: dict[Any, str] = {}
 
     def process(self, original: Any) -> int:

@@ -1,4 +1,4 @@
-"""Prints an explanation as tables of 80 columns, or of 60 on a narrow terminal."""
+"""Formats an explanation as tables of 80 columns, or of 60 columns on a narrow terminal."""
 
 from collections.abc import Iterator, Mapping
 from statistics import fmean, median
@@ -13,7 +13,8 @@ _FULL_WIDTH = 80
 _MAX_RANKS = 16
 _MAX_ROWS = 8
 _MAX_ADVICE = 5
-# Ratio of recorded to unrecorded step time. A few steps cannot show a smaller overhead.
+# Ratio of recorded to unrecorded step time. A smaller ratio is not printed, because it may be
+# chance.
 _NOTABLE_OVERHEAD = 1.1
 
 

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
-# Bucket sizes in MiB for which the buckets are recorded. Sizes with equal buckets count once.
+# Values of bucket_cap_mb for which the settings contain the buckets that DDP would use. If several
+# values give the same buckets, only the smallest value is kept.
 _BUCKET_SIZES = (0.1, 0.5, 1, 2, 5, 10, 25, 50, 100, 200)
 _MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
 _MAX_LOADS = 256  # maximum number of recorded calls of the data loader
@@ -34,9 +35,10 @@ _c10d: Any = dist  # torch declares no types for some functions
 def watch_constructors(changes: dict[str, Any]) -> None:
     """Note where the program constructs DDP and DataLoader, and apply `changes` for a trial.
 
-    `changes` may have `ddp` and `loader` (arguments of the constructors), `loader_at` (the only
-    place at which `loader` applies), `no_sync` (number of backward passes per step, of which only
-    the last one communicates), and `fsdp` (`reshard_after_forward` or `forward_prefetch`).
+    `changes` may have `ddp` and `loader` (arguments of the constructors), `loader_at` (FILE:LINE of
+    the only call to which `loader` applies), `no_sync` (number of backward passes per step, of
+    which only the last pass communicates), and `fsdp` (`reshard_after_forward` or
+    `forward_prefetch`).
     """
     _wrap_constructor(DistributedDataParallel, changes.get("ddp", {}), None)
     _wrap_constructor(DataLoader, changes.get("loader", {}), changes.get("loader_at"))
@@ -44,7 +46,8 @@ def watch_constructors(changes: dict[str, Any]) -> None:
 
     def created(loader: Any) -> Any:
         iterator = create_iterator(loader)
-        iterator.__dict__[_SITE] = loader.__dict__.get(_SITE)  # the loop may not keep the loader
+        # LoaderTimes sees only the iterator, not the loader.
+        iterator.__dict__[_SITE] = loader.__dict__.get(_SITE)
         return iterator
 
     loader_class: Any = DataLoader
@@ -66,7 +69,7 @@ def _wrap_constructor(kind: Any, arguments: dict[str, Any], only_at: str | None)
             given = dict(zip(names, positional, strict=False)) | named
             positional, named = (), given | arguments
         construct(instance, *positional, **named)
-        # Not through __setattr__, which DataLoader and nn.Module restrict.
+        # This writes to __dict__, because DataLoader and nn.Module restrict __setattr__.
         instance.__dict__.setdefault(_SITE, site)
 
     kind.__init__ = constructed
@@ -85,7 +88,10 @@ def _calling_site() -> str | None:
 
 
 def _synchronize_last_pass_only(passes: int) -> None:
-    """Make DDP communicate only in the last of `passes` forward calls since the last step."""
+    """Make DDP communicate only in the last of the `passes` backward passes of a step.
+
+    A pass is counted when DDP's forward is called. An optimizer step resets the count.
+    """
     ddp_class: Any = DistributedDataParallel
     forward, calls = ddp_class.forward, [0]
 
@@ -121,7 +127,7 @@ def _change_fsdp_after_first_step(settings: dict[str, Any]) -> None:
 
 
 def read_settings(loads: "LoaderTimes") -> dict[str, Any]:
-    """Return the settings of the program from which advice is computed, before the recording."""
+    """Return the program's settings, from which advice is computed. Called before the recording."""
     settings: dict[str, Any] = {"ddp": [], "fsdp": [], "loader": loads.settings()}
     if not (dist.is_available() and dist.is_initialized()):
         return settings
@@ -134,7 +140,7 @@ def read_settings(loads: "LoaderTimes") -> dict[str, Any]:
 
 
 def _instances(kind: type) -> list[Any]:
-    # isinstance would call __class__ of foreign objects, which may have side effects.
+    # isinstance would read __class__ of the program's objects, which may have side effects.
     return [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
 
 
@@ -169,7 +175,7 @@ def _ddp_settings(ddp: Any) -> dict[str, Any]:
                     tensors, [first, size], [False] * len(order), order
                 )
                 return [list(map(int, bucket)) for bucket in found]
-            # With find_unused_parameters torch keeps the buckets of the construction.
+            # With find_unused_parameters torch keeps the buckets that the constructor assigned.
             first_and_size = [first, size] if first < size else [size]
             found, _ = _c10d._compute_bucket_assignment_by_size(
                 parameters, first_and_size, [False] * len(parameters)
@@ -220,8 +226,8 @@ def _fsdp_units(module: Any) -> Iterable[dict[str, Any]]:
 class LoaderTimes:
     """Measures how long the training loop waits for its data loader, without the profiler.
 
-    `next_batch` is called in place of the iterator's `__next__`. The first loader that is used is
-    measured.
+    `next_batch` is called in place of the iterator's `__next__`. Only the first loader that the
+    program uses is measured.
     """
 
     def __init__(self) -> None:
@@ -240,7 +246,7 @@ class LoaderTimes:
         if not self._active or is_other or len(self._waited) >= _MAX_LOADS:
             return original(iterator, *arguments)
         starved = False
-        with contextlib.suppress(Exception):  # torch's attributes may have other names
+        with contextlib.suppress(Exception):  # other versions of torch may have other attributes
             starved = self._is_starved(iterator)
         began, cpu = time.perf_counter(), time.thread_time()
         batch = original(iterator, *arguments)
@@ -260,14 +266,17 @@ class LoaderTimes:
         return batch
 
     def _is_starved(self, iterator: Any) -> bool:
-        """Return whether the workers have not finished the next batch."""
+        """Return whether the next batch is not ready, so that the program has to wait for it."""
         if not getattr(iterator, "_num_workers", 0):
             return True
         received = iterator._task_info.get(iterator._rcvd_idx, ())
         return len(received) < 2 and bool(iterator._data_queue.empty())
 
     def settings(self) -> dict[str, Any] | None:
-        """Return the settings and the times of the loader, or None. Ends the measurement."""
+        """End the measurement. Return the settings and times of the loader, or None.
+
+        None means that the program has not used a loader.
+        """
         self._active = False
         if self._sampler is None:
             return None

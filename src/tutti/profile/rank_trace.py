@@ -1,6 +1,7 @@
-"""The content of one rank's trace: its steps, its intervals by activity, its collectives.
+"""The content of one rank's trace: its steps, the intervals of each activity, its collectives.
 
-A set of time intervals is a pair of sorted numpy arrays, in which overlapping intervals count once.
+A set of time intervals is a pair of sorted numpy arrays, the starts and the ends. Overlapping
+intervals are merged.
 """
 
 import math
@@ -140,7 +141,7 @@ class NamedSpans:
 
 
 class SpanCollector:
-    """Collects named spans of several threads. Of nested spans, the outermost is kept.
+    """Collects named spans of several threads, and keeps only the outermost of nested spans.
 
     A span without a name is dropped together with the spans in it.
     """
@@ -193,8 +194,8 @@ class Collective:
 
     Times are seconds on the rank's own clock until the clocks are aligned. `arrival` is when the
     program reached the operation: the time of the call, or on a GPU the time at which the stream
-    reached the kernel. The operation ran from `start` to `end`. A thread pool may start it later
-    than it was called.
+    reached the kernel. The operation ran from `start` to `end`. A thread pool may start an
+    operation some time after the call.
     """
 
     operation: str
@@ -224,7 +225,7 @@ class Collective:
 
     @property
     def transfer_start(self) -> float:
-        """When waiting for the last rank ends and data starts to move."""
+        """The time at which the wait for the last rank ends and data starts to move."""
         if self.last_arrival is not None:
             return min(max(self.start, self.last_arrival), self.end)
         # A receive whose sender is unknown is mostly waiting. The same holds for an NCCL batch of
@@ -261,7 +262,8 @@ class Step:
     # The times of the first gradient and of the end of backward.
     gradients: tuple[float, float] | None = None
     backward_start: float | None = None
-    accumulated: list[float] = field(default_factory=list)  # the time of each gradient
+    # The time at which each gradient was accumulated.
+    accumulated: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -288,7 +290,9 @@ class RankTrace:
     device_bytes: int | None  # total memory of the device
     has_loader_workers: bool
     of_tutti_train: bool  # whether `tutti train` ran the recorded steps
-    compute_estimate: float  # number of threads or multiplications, to compare ranks (0: unknown)
+    # The amount of computation, to compare ranks: the number of GPU threads, or on a CPU the number
+    # of multiplications. 0 means unknown.
+    compute_estimate: float
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
     # The time in functions of DDP's reducer: mul_out (gradient to bucket), copy_bucket_to_grad and

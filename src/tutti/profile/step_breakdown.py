@@ -32,10 +32,10 @@ Kind = tuple[str | None, bool]  # (mesh axis, whether the collective is a DDP bu
 _Pair = tuple[float, float]  # (start, end)
 _Key = tuple[str, str, str | None, int, str]  # (operation, group, axis, bytes, dtype)
 _Sample = tuple[float, float, bool, int]  # (transfer seconds, wait seconds, is matched, ranks)
-# On a CPU the code around operators takes microseconds. A longer piece is a sleep, Python code (a
-# hook), or the wait for a core.
+# On a CPU the code around operators takes microseconds. A longer interval is a sleep, Python code
+# (a hook), or the wait for a core.
 _PAUSE_SECONDS = 1e-3
-_NOTABLE_SHARE = 0.02  # a rank for which the others wait a larger share of a step is a straggler
+_NOTABLE_SHARE = 0.02  # a rank is a straggler if the others wait this share of a step for it
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class StepBreakdown:
     parts: dict[str, float]  # the total length of each part
     paused: float  # the total length of the host gaps of at least 1 ms
     waited_for: dict[int, float]  # the time lost waiting for each late rank
-    # hidden, exposed and wait (which includes bubble) by kind of communication. The sum over kinds
-    # is the part.
+    # Seconds of hidden, exposed and wait for each kind of communication. Here wait includes bubble.
+    # The sum over all kinds is the time in `parts`.
     by_kind: dict[Kind, dict[str, float]]
     # The times of the first gradient and of the end of backward, from the start of the step.
     gradients: tuple[float, float] | None
@@ -69,7 +69,7 @@ def parts_with_pauses(step: StepBreakdown) -> dict[str, float]:
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
-    """Return the parts of one step. Before this, align the clocks and match the collectives."""
+    """Return the parts of one step. Clocks must be aligned and collectives must be matched."""
     whole = Intervals.of([(step.start, step.end)])
     compute = trace.compute.between(step.start, step.end)
     communicating = trace.communication.between(step.start, step.end)
@@ -136,14 +136,17 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
 def _split_by_kind(
     regions: dict[str, Intervals], extents: dict[Kind, list[_Pair]]
 ) -> dict[Kind, dict[str, float]]:
-    """Return the seconds of each region by kind of communication. Overlaps go to the first kind."""
+    """Return the seconds of each region for each kind of communication.
+
+    If two kinds overlap, the time counts for the kind that comes first in `extents`.
+    """
     by_kind: dict[Kind, dict[str, float]] = {}
     for kind, pairs in extents.items():
         extent = Intervals.of(pairs)
         by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
         regions = {name: region - extent for name, region in regions.items()}
-    # The remaining time is spent entering or leaving a call or waking up after a call. Attribute
-    # the time to the kind of the last call before.
+    # The remaining time is spent entering or leaving a call, or waking up after a call. It counts
+    # for the kind of the preceding call.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
     arrivals.sort(key=lambda arrival: arrival[0])
     for name, region in regions.items():
@@ -159,9 +162,9 @@ def comm_rows(
 ) -> list[dict[str, Any]]:
     """Return `comm[]`: a row for each operation, group and message size, largest total time first.
 
-    Times are those of moving data, from the last arrival to the end. A collective that only one
-    trace contains counts with its whole time, including waiting. Then `matched` is less than
-    `count`.
+    `transfer_s` is the time in which data moves, from the last arrival to the end. If only one
+    trace contains a collective, `transfer_s` also includes the wait. In a row with such
+    collectives, `matched` is less than `count`.
     """
     samples: dict[_Key, list[_Sample]] = defaultdict(list)
     in_matched: set[int] = set()
@@ -212,7 +215,7 @@ def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) ->
 
 
 def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """Return `axes[]`: the mean time per step of each mesh axis, the longest first."""
+    """Return `axes[]`: the mean time per step of communication on each axis, longest first."""
     length = fmean(step.seconds for step in steps)
     totals: dict[str | None, dict[str, float]] = {}
     for step in steps:
@@ -264,7 +267,7 @@ def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
 def straggler_rows(
     ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """Return `stragglers[]`: a row for each rank for which others waited, the longest wait first.
+    """Return `stragglers[]`: a row for each rank for which other ranks waited, longest wait first.
 
     The straggler is the rank that arrives last. Its own collectives are the shortest, because it
     never waits. The rank with the longest collective is a victim, not the cause.
@@ -274,9 +277,10 @@ def straggler_rows(
     if the rank is late in most steps, otherwise the mean. `late_steps` are the steps in which the
     rank was late, `late_cost_s` is their median cost, and `period` is 5 if every fifth step is
     late.
-    `gain_s` is the time per step that the others would save if this rank were as fast as they are:
-    at most its delay after the second last rank, and at most the excess of one part of its step.
-    Waiting without such a part is chance.
+    `gain_s` is the time per step that the other ranks would save if this rank were as fast as they
+    are. It is the smallest of three values: the mean cost, the time between the second last rank
+    and this rank, and the excess of the part that takes longer than on the other ranks. If no part
+    takes longer, the delay is chance and the gain is 0.
     """
     synchronizing = [match for match in matched if match.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
@@ -293,7 +297,7 @@ def straggler_rows(
             continue
         lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
         late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
-        # If few steps have two thirds of the cost, small delays in the other steps are chance.
+        # If few steps cause two thirds of the cost, small delays in the other steps are chance.
         large = [step for step in late if cost_of_step[step] > max(costs) / 2]
         few = len(large) <= len(costs) / 2
         if few and sum(cost_of_step[step] for step in large) > 2 / 3 * sum(costs):
@@ -336,8 +340,9 @@ def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the row of `stragglers[]` with the largest gain, or None.
 
     Ranks that are late in most steps take precedence. A rank that is late in few steps, without a
-    period, must cost twice as much as any other rank: otherwise the ranks wait for each other by
-    chance. Files of older versions have no `gain_s`.
+    period, counts only if its cost is at least twice the cost of any other rank. Otherwise the
+    ranks wait for each other by chance. If a row has no `gain_s`, because an older version wrote
+    the file, the cost is used instead.
     """
     found = []
     for row in rows:
@@ -351,11 +356,12 @@ def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
-    """Return the number of steps between late steps if it is constant. The arguments are sorted.
+    """Return the number of steps between late steps if it is constant, or None.
 
-    Two late steps determine a period only if the recording is too short for a third late step, but
-    at least twice as long as the period, because two late steps by chance are often far apart. If
-    every step is late, the period is 1. With fewer than two late steps the period is unknown.
+    Both arguments are sorted. The late steps must be periodic over all of `steps`, including its
+    start and its end. `steps` must contain at least two periods, because two steps that are late by
+    chance are often far apart. If every step is late, the period is 1. With fewer than two late
+    steps the result is None.
     """
     distances = {after - before for before, after in pairwise(late)}
     if len(distances) != 1:
@@ -366,7 +372,10 @@ def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
-    """Return the part with the largest excess over other ranks, probably the cause of the delay."""
+    """Return the part with the largest excess over the mean of the other ranks, and the excess.
+
+    This part is probably the cause of the delay.
+    """
     excess = {
         name: fmean(step.parts[name] for step in steps if step.rank == rank)
         - fmean(step.parts[name] for step in steps if step.rank != rank)

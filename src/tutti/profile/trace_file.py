@@ -34,7 +34,7 @@ class TraceFile:
         self._decode = json.JSONDecoder(strict=False).raw_decode
 
     def events(self) -> Iterator[Event]:
-        """Yield the events in file order. Call this once."""
+        """Yield the events in file order. This method can be called only once."""
         with _open(self.path) as self._stream:
             try:
                 if self._peek() == "[":  # Chrome allows a bare list
@@ -75,7 +75,7 @@ class TraceFile:
             self._read_chunk()
 
     def _items_until(self, closing: str) -> Iterator[None]:
-        """Enter a list or object, stop before each item, and leave after `closing`."""
+        """Yield before each item of a list or object, and end after the character `closing`."""
         self._position += 1
         while (mark := self._peek()) != closing:
             if mark == ",":
@@ -90,7 +90,8 @@ class TraceFile:
         while True:
             try:
                 value, end = self._decode(self._window, self._position)
-                if end < len(self._window) or self._ended:  # otherwise a number may continue
+                # A number at the end of the window may continue in the next chunk.
+                if end < len(self._window) or self._ended:
                     self._position = end
                     return value
             except json.JSONDecodeError:

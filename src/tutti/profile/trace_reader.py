@@ -2,8 +2,9 @@
 
 If the trace has GPU kernels, the time of the device is split: kernels of NCCL and of symmetric
 memory count as communication, and all other kernels as compute. gloo operations on the host count
-as communication, too. Otherwise the time of the host is split: operators count as compute, and the
-code that calls them (autograd's engine, DDP's reducer) counts as other.
+as communication, too. If the trace has no GPU kernels, the time of the host is split: operators
+count as compute, and the code that calls operators (autograd's engine, DDP's reducer) counts as
+other.
 """
 
 import math
@@ -87,14 +88,15 @@ def read_rank(path: Path) -> RankTrace:
 class _TraceReader:
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        # The program's own ranges by (thread, name without digits), used if no step is marked.
+        # The record_function ranges of the program by (thread, name without digits). They define
+        # the steps if the trace has no ProfilerStep ranges.
         self.ranges: dict[tuple[Any, str], list[tuple[float, float]]] = defaultdict(list)
         self.first, self.last = float("inf"), float("-inf")
         self.copies, self.input = IntervalCollector(), IntervalCollector()
         # The operators that compute and the calls that communicate, for each thread.
         self.operators: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         self.comm_calls: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
-        # The names of the operators, and of the kernels that compute.
+        # The named spans of the operators, and of the kernels that compute.
         self.operator_spans, self.kernel_spans = SpanCollector(), SpanCollector()
         self.wrappers, self.host_transfers = IntervalCollector(), IntervalCollector()
         self.collectives: list[Collective] = []
@@ -312,7 +314,7 @@ class _TraceReader:
         )
 
     def _steps_from_ranges(self) -> str | None:
-        """Make steps of a range that is repeated at least twice. Return its name, or None.
+        """Make steps from a range that occurs at least three times. Return its name, or None.
 
         A step ends with each `Optimizer.step`. Without an optimizer, the range name with the
         longest total time is chosen, for example `DistributedDataParallel.forward`, and a step
@@ -331,7 +333,7 @@ class _TraceReader:
     def _combine_tagged_kernels(self) -> None:
         """Combine the kernels of one tutti.comm call into one collective, except NCCL's kernels.
 
-        With symmetric memory a call launches a reduction, copies and barriers.
+        With symmetric memory one call launches several kernels: a reduction, copies and barriers.
         """
         replaced: set[int] = set()
         kernels = self.kernels
@@ -396,13 +398,16 @@ class _TraceReader:
         return {thread: found.intervals() for thread, found in self.accumulating.items()}
 
     def _accumulates_gradient(self, thread: Any, moment: float) -> bool:
-        """Return whether `thread` was accumulating a gradient, and thus was in a gradient hook."""
+        """Return whether `thread` was accumulating a gradient at `moment`.
+
+        DDP's gradient hooks run during the accumulation, so an all-reduce at this time is a bucket.
+        """
         intervals = self._accumulations.get(thread, EMPTY)
         index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
         return index >= 0 and moment <= float(intervals.ends[index])
 
     def _gradients(self, start: float, end: float) -> tuple[float, float] | None:
-        """Return the times of the first gradient and of the end of backward between two times."""
+        """Return the times of the first gradient and of the end of backward in [start, end)."""
         engine = self.engine.intervals().between(start, end)
         found = [intervals.between(start, end) for intervals in self._accumulations.values()]
         firsts = [float(intervals.starts[0]) for intervals in found if len(intervals.starts)]
@@ -465,9 +470,9 @@ class _Kernels:
     def by_launch(self, computing_only: bool) -> tuple[Floats, Floats, Floats]:
         """Return (launch times, earliest starts, latest ends), ordered by launch time.
 
-        The second array has the earliest start of this kernel and all kernels launched later. The
-        third array has the latest end of this kernel and all kernels launched earlier. With several
-        streams, kernels do not start and end in the order of their launches.
+        For each kernel, the second array has the earliest start of the kernel and of all kernels
+        launched later. The third array has the latest end of the kernel and of all kernels launched
+        earlier. With several streams, kernels do not start and end in the order of their launches.
         """
         kernels, launches = self._joined
         if computing_only:
@@ -508,14 +513,14 @@ class _Kernels:
 
 
 def _multiplications(name: str, arguments: dict[str, Any]) -> int:
-    """Return the number of multiplications of a matrix product, or roughly of a convolution."""
+    """Return the number of multiplications of a matrix product, or an estimate (convolution)."""
     if name not in _MATRIX_OPERATORS:
         return 0
     dims = arguments.get("Input Dims") or []
     shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(size, int) for size in d)]
     if len(shapes) < 2:
         return 0
-    if "convolution" in name:  # input (or its gradient) × weight without its output channels
+    if "convolution" in name:  # elements of input or output gradient × weights per output channel
         return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
     return int(math.prod(shapes[-2]) * shapes[-1][-1])
 

@@ -1,4 +1,4 @@
-"""Tries an advice: runs a program alternately without and with its change, and times the steps.
+"""Tries an advice: runs a program alternately without and with the change, and times the steps.
 
 The program is not edited. A change is applied when the program starts, by program_settings.py in
 every process, or as a flag of `tutti train`. Each run ends after the timed steps.
@@ -18,8 +18,8 @@ from tutti.profile.trace_file import TraceFile
 from tutti.world.errors import UsageError
 
 PAIRS = 5
-# A run skips the first steps and times the following ones: as many as take about two seconds.
-# A program that takes fewer steps is timed with the lowest number.
+# A run skips the first steps and times the steps of about two seconds, which are at least
+# _MIN_STEPS and at most _MAX_STEPS. If the program ends too early, it is run again with _MIN_STEPS.
 _SKIPPED_STEPS, _MIN_STEPS, _MAX_STEPS, _TIMED_SECONDS = 5, 20, 60, 2.0
 
 
@@ -28,7 +28,7 @@ class _TooFewStepsError(UsageError):
 
 
 def choose_advice(rows: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the first advice that can be applied, and a line for each advice before it."""
+    """Return the first advice that can be applied, and a message for each skipped advice."""
     skipped: list[str] = []
     for advice in rows["advice"]:
         if advice["change"]:
@@ -44,9 +44,10 @@ def try_change(
     folder: Path,
     pairs: int = PAIRS,
 ) -> dict[str, Any]:
-    """Run pairs of runs in the order AB BA AB …, and return the time of a step in each run.
+    """Run the program without (A) and with (B) a change, and return the step time of each run.
 
-    `step_s` is the expected time of a step. Traces and the output of the program go to `folder`.
+    The order is AB BA AB …, with two runs in each of the `pairs`. `step_s` is the expected time of
+    a step. Traces and the output of the program go to `folder`.
     """
     steps = min(_MAX_STEPS, max(_MIN_STEPS, math.ceil(_TIMED_SECONDS / step_s)))
     try:
@@ -162,7 +163,7 @@ def _time_steps(command: Sequence[str], changes: dict[str, Any], steps: int, fol
         "stop": True,
         "changes": changes,
     }
-    if list(command[1:4]) == ["-m", "tutti", "train"]:  # a run directory can be used once
+    if list(command[1:4]) == ["-m", "tutti", "train"]:  # each run needs a new run directory
         command = with_flags(command, {"--out": str(folder / "run")})
     log = folder / "output.txt"
     with log.open("w") as output:

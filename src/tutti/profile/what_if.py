@@ -1,8 +1,8 @@
-"""Predicts a backward pass with other DDP buckets, from the recorded times of each gradient.
+"""Predicts the time of a backward pass with other DDP buckets, from the recorded gradient times.
 
-The model follows DDP. A bucket has whole parameters, as torch itself has assigned them (see
+The model follows DDP. torch itself has assigned the parameters to the other buckets (see
 program_settings.py). A bucket is sent when all of its gradients are ready on all ranks, the
-call for the previous bucket has returned, and a lane of the backend is free. A lane carries one
+call for the previous bucket has returned, and a lane of the backend is free. A lane sends one
 message at a time (NCCL has one lane, gloo has two). A message of s bytes takes α + β·s seconds. The
 call for a bucket delays all later gradients. Therefore the delays of the recorded calls are
 subtracted from the recorded times of the gradients, and the delays of the predicted calls are
@@ -21,11 +21,14 @@ from tutti.measure.collective_bandwidth import OPERATIONS, fit_alpha_beta
 from tutti.profile.rank_trace import Collective, RankTrace, Step
 from tutti.profile.step_breakdown import buckets_in
 
-_SEPARABLE = 4.0  # ratio of message sizes that separates latency from bandwidth
+# If the largest message is at least this many times the smallest message, the times of the messages
+# show latency and bandwidth separately.
+_SEPARABLE = 4.0
 _TOUCH = 1e-6  # seconds by which messages must overlap to count as concurrent
-_MAX_STEPS = 48  # maximum number of steps. More steps hardly change the quartiles.
-# Messages of one size do not show the bandwidth. It is then assumed to be at least this many bytes
-# per second: 1 Gbit/s between hosts, and 1 GB/s inside a host, where loopback sockets are faster.
+# Maximum number of backward passes, summed over ranks. More passes hardly change the quartiles.
+_MAX_STEPS = 48
+# If all messages have one size, the bandwidth is unknown. It is assumed to be at least this many
+# bytes per second: 1 Gbit/s between hosts, and 1 GB/s inside a host (loopback sockets are faster).
 _SLOWEST_LINK = 0.125e9
 _SLOWEST_LOOPBACK = 1e9
 
@@ -39,7 +42,10 @@ class MessageCost(NamedTuple):
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """Fit α and β to (bytes, seconds): least squares of relative errors, on the median per size."""
+    """Fit α and β to points (bytes, seconds).
+
+    The fit minimizes the squared relative errors of the median time of each message size.
+    """
     by_size: dict[int, list[float]] = defaultdict(list)
     for size, seconds in points:
         if seconds > 0:
@@ -59,10 +65,11 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
 class _Backward(NamedTuple):
     """One backward pass of one rank."""
 
-    ready: dict[int, float]  # when each gradient is ready, minus the calls for earlier buckets
-    end: float  # the end of the computation, minus the calls for all buckets
+    # When each parameter's gradient would be ready if the calls for earlier buckets took no time.
+    ready: dict[int, float]
+    end: float  # when the computation would end if the calls for buckets took no time
     call_seconds: float  # the time that the call for a bucket takes on the calling thread
-    finish: float  # the recorded end of the computation and of all buckets
+    finish: float  # the recorded time at which the computation and all buckets had ended
     buckets: list[Collective]
 
     @property
@@ -73,7 +80,7 @@ class _Backward(NamedTuple):
 
 
 class _Result(NamedTuple):
-    finish: float  # mean over ranks
+    finish: float  # the time at which computation and transfers have ended, mean over ranks
     hidden: float  # seconds of transfers before the end of the computation, mean over ranks
 
 
@@ -86,7 +93,11 @@ class PredictedGain:
 
 
 class BucketModel:
-    """Predicts the gain of other buckets. `passes` is empty if the traces do not suffice."""
+    """Predicts the gain of other buckets.
+
+    `passes` has the backward passes of each step, each as {rank: _Backward}. It is empty if the
+    traces do not show all gradients and buckets.
+    """
 
     def __init__(self, traces: Sequence[RankTrace], ddp: dict[str, Any]) -> None:
         one_host = len({trace.host for trace in traces}) == 1
@@ -113,7 +124,8 @@ class BucketModel:
         sizes = [bucket.bytes for backward in recorded for bucket in backward.buckets]
         self.largest = max(sizes, default=0)
         self.bucket_count = len(self._present)
-        # Less than 1 if a hook compresses the gradients.
+        # Sent bytes / bytes of the gradients. This is less than 1 if a communication hook
+        # compresses the gradients.
         passes_sent = len(recorded) * sum(self._bytes)
         self._sent_share = sum(sizes) / passes_sent if passes_sent else 1.0
 
@@ -151,13 +163,17 @@ class BucketModel:
     def _cost_variants(
         self, cost: MessageCost, largest: float, ranks: int
     ) -> Iterator[MessageCost | None]:
-        """Yield costs that agree with the recorded messages. None: fit the cost of each step."""
+        """Yield several message costs that agree with the recorded messages.
+
+        None means that the cost is fitted for each step separately.
+        """
         yield cost
         if cost.separated:
             yield None
             if largest > _SEPARABLE * self.largest:  # the fit is extrapolated
                 yield cost._replace(beta=cost.beta / 2)
-                # A β that adds α / 4 to the largest recorded message would not show in the fit.
+                # If β adds only α / 4 to the time of the largest recorded message, the fit may be
+                # unable to see β.
                 unseen = cost.alpha / 4 / max(1, self.largest)
                 yield cost._replace(beta=max(2 * cost.beta, unseen))
             return
@@ -202,15 +218,16 @@ class BucketModel:
 
 
 def gradient_buckets(trace: RankTrace, step: Step, parameters: int) -> list[Collective]:
-    """Return the DDP buckets of a step without the map of used parameters.
+    """Return the all-reduces of DDP in a step that contain gradients.
 
-    With find_unused_parameters DDP also all-reduces this map, which has one int32 per parameter.
+    With find_unused_parameters DDP also all-reduces a map of the used parameters, which has one
+    int32 per parameter. This all-reduce is left out. `parameters` is -1 if there is no such map.
     """
     return [bucket for bucket in buckets_in(trace, step) if bucket.bytes != 4 * parameters]
 
 
 def _backward_passes(trace: RankTrace, step: Step, ddp: dict[str, Any]) -> Iterator[_Backward]:
-    """Yield the backward passes of a step in which all buckets were sent."""
+    """Yield the backward passes of a step that sent all buckets. Other passes are left out."""
     order = ddp["ready_order"]
     count, times = len(order), step.accumulated
     if step.gradients is None or not count or not times or len(times) % count:

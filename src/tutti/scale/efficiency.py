@@ -7,10 +7,10 @@ lost efficiency is a sum over the parts:
 
     1 − E = Σ (part(N) − f × part(base)) / T(N)
 
-Ratios are computed within a repeat, in which all numbers of ranks ran on the same machine. A row
-has the median of the efficiency and of each cause over the repeats, and their quartiles. Medians do
-not add up exactly. The difference is part of `unexplained`, so the causes of a row add up to its
-lost efficiency.
+Runs are compared only within one repeat, because the speed of the machine may change between
+repeats. A row has the medians and the quartiles of the efficiency and of each cause over the
+repeats. The medians of the causes do not add up exactly to the median of the lost efficiency. The
+difference is added to `unexplained`, so the causes of a row add up to its lost efficiency.
 
 The noise of a row is the largest of
 
@@ -20,8 +20,8 @@ The noise of a row is the largest of
     2 × |unexplained|
 
 A cause is named if it is larger than the noise and its quartiles have the same sign. A verdict is
-clear if there are at least 3 repeats and the largest cause is named, or nothing is larger than a
-noise of at most 3 %.
+clear if there are at least 3 repeats and one of two conditions holds: the largest cause is named,
+or the noise and all causes are at most 3 % of the step.
 """
 
 import math
@@ -49,13 +49,18 @@ LOSS_CAUSES = ("exposed_comm", "wait", "bubble", "input", "compute", "other")
 OTHER_CAUSES = ("gaps", "rest", "slow_steps", "unexplained")  # the sum is `other`
 MIN_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 _MIN_NOISE, _NOISE_WITHOUT_SPREAD, _CLEAR_NOISE = 0.01, 0.05, 0.03
-# 95 % limits of a median of n samples: 1.96 × 1.253 σ / √n, and IQR = 1.349 σ.
+# The 95 % confidence limits of a median of n samples are ± 1.96 × 1.253 σ / √n, and the distance of
+# the quartiles is IQR = 1.349 σ.
 _CONFIDENCE = 1.96 * 1.253 / 1.349
-_SAME_SAMPLES = 0.05  # relative difference that counts as equal, as the last batch may be smaller
+# Numbers of samples count as equal up to this relative difference: the last batch may be smaller.
+_SAME_SAMPLES = 0.05
 
 
 def loss_by_cause(step: MeasuredStep, base: MeasuredStep, ideal: float) -> dict[str, float]:
-    """Return the lost share of the step by cause, with `other` split. A gain is negative."""
+    """Return the lost share of the step for each cause. A gain is a negative loss.
+
+    The cause `other` is split into OTHER_CAUSES.
+    """
     return {
         cause: (step.parts[part] - ideal * base.parts[part]) / step.seconds
         for cause, part in _PART_OF_CAUSE.items()
@@ -67,8 +72,8 @@ def significance(
 ) -> dict[str, Any]:
     """Return medians and quartiles over the repeats, the noise, and the causes above the noise.
 
-    `repeats_needed` is an estimate of the number of repeats after which the verdict is clear,
-    because the noise shrinks with the square root of the number of repeats.
+    `repeats_needed` is an estimate of the number of repeats after which the verdict is clear. It
+    assumes that the noise shrinks with the square root of the number of repeats.
     """
     lost, count = 1 - median(efficiencies), len(efficiencies)
     causes = {name: median(loss[name] for loss in losses) for name in losses[0]}
@@ -118,7 +123,7 @@ class Scaling:
 
     @property
     def unit(self) -> str:
-        """The unit of throughput, which is steps if the number of samples is unknown."""
+        """The unit of throughput: samples/s, or steps/s if the number of samples is unknown."""
         steps = "ranks × steps/s" if self.mode == "weak" else "steps/s"
         return "samples/s" if self._counted else steps
 
@@ -127,7 +132,7 @@ class Scaling:
         return ((run.samples if self._counted else per_step) or 1) / run.step.seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each number of ranks that was run in the same repeat as the base."""
+        """Return a row for each number of ranks that ran in the same repeat as the base."""
         return [self._row(ranks) for ranks in self.sizes if self._ratios(ranks)]
 
     def results(self) -> dict[str, Any]:
@@ -178,7 +183,10 @@ class Scaling:
         return abs((run.samples or 0) / (base.samples or 1) / expected - 1) <= _SAME_SAMPLES
 
     def _ratios(self, ranks: int) -> list[Ratio]:
-        """Return, for each repeat with both runs, the run with `ranks` ranks and the base run."""
+        """Return the ratio of the run with `ranks` ranks to the base run, for each repeat.
+
+        Repeats without one of the two runs are left out.
+        """
         bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
         ratios = []
         for run in self.runs:

@@ -9,11 +9,12 @@ Forecast for n ranks, from the run with the fewest ranks and the run with the mo
 
     T(n) = (own(n) + input(n) + exposed(n)) / (1 − share of waiting and bubbles)
 
-own is a rank's own work. In weak scaling own(n) is the value measured with the most ranks. In
-strong scaling own(n) is a part that is proportional to the batch of a rank, plus a constant part.
-Both parts are computed from the two runs. input is proportional to the batch of a rank. exposed is
-proportional to the fitted time of all communication. The hidden share stays the same, but the
-hidden time is at most own(n). For the run with the most ranks, T(n) is the measured step time.
+own is the time of a rank's own work. In weak scaling own(n) is the value measured with the most
+ranks. In strong scaling own(n) is the sum of a constant and of a value that is proportional to the
+batch of a rank. The two runs determine the constant and the proportional value. input is
+proportional to the batch of a rank. exposed is proportional to the fitted time of all
+communication: the hidden share of communication stays the same, but the hidden time is at most
+own(n). For the run with the most ranks, T(n) is the measured step time.
 """
 
 import math
@@ -38,7 +39,7 @@ _FIXED_AXES = ("tp", "pp")
 
 @dataclass(frozen=True)
 class CommPoint:
-    """An operation, a number of ranks, a message size, and the median time without waiting."""
+    """The median time of an operation, without waiting, for a number of ranks and message size."""
 
     op: str
     ranks: int
@@ -59,7 +60,8 @@ class CommFit:
     def best_case(self) -> bool:
         """Whether the fit attributes all time to bandwidth, because all messages have one size.
 
-        Bandwidth is the term that grows least with the number of ranks.
+        The bandwidth term grows less with the number of ranks than the latency term, so a forecast
+        from this fit is a best case.
         """
         return not self.alpha_s and len({point.bytes for point in self.points}) < 2
 
@@ -86,7 +88,10 @@ def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
 
 
 def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
-    """Return α and β, fitted to relative errors, so that small messages count as much as large."""
+    """Fit α and β to the points.
+
+    The fit minimizes relative errors, so that small messages count as much as large messages.
+    """
     if not points:
         return None
     rows = [
@@ -94,7 +99,7 @@ def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
         for point in points
     ]
     best = fit_alpha_beta(rows)
-    # r² compares the fit with the best constant, which is the same time for every message.
+    # r² compares the fit with the best constant model, in which every message takes the same time.
     constant = [(weight, 1.0, 0.0, seconds) for weight, _, _, seconds in rows]
     total = squared_error(constant, fit_alpha_beta(constant))
     r2 = 1 - squared_error(rows, best) / total if len(points) > 2 and total > 1e-12 else None
@@ -152,11 +157,11 @@ class EfficiencyModel:
         return self._ends.ideal * batch * self._ends.base.step.seconds / seconds
 
     def _batch(self, ranks: int) -> float:
-        """Return the batch of a rank, relative to that in the run with the most ranks."""
+        """Return the batch of a rank / the batch of a rank in the run with the most ranks."""
         return self._largest.ranks / ranks if self._mode == "strong" else 1.0
 
     def _comm_seconds(self, ranks: int) -> float:
-        """Return the fitted time of all messages of the largest run, sent among `ranks` ranks."""
+        """Return the fitted time of the largest run's messages, if `ranks` ranks sent them."""
         total = 0.0
         for row in self._largest.comm:
             if row["op"] not in OPERATIONS or row["ranks"] < 2:

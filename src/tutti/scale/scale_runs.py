@@ -35,9 +35,10 @@ RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1  # an option of prctl
-# The timed steps may be slower than the recorded steps by chance. A larger factor is not credible.
+# Maximum factor of the calibration. The timed steps may be slower than the recorded steps by
+# chance, but a larger factor is not credible.
 _MAX_FACTOR = 1.25
-_SLOW_STEP = 0.1  # a step is slow if it takes longer than the others by this share
+_SLOW_STEP = 0.1  # a step is slow if it exceeds a typical step by more than this share
 _LATE_KEYS = ("rank", "cost_s", "cost_share", "excess", "steady", "period")
 _RANK_FLAGS = {
     **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
@@ -59,7 +60,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps that a run needs. The first one starts the capture."""
+        """The number of optimizer steps that a run needs. The first step starts the capture."""
         return 1 + self.settle + self.timed + PROFILER_WARMUP + self.recorded
 
 
@@ -67,9 +68,9 @@ class Schedule:
 class Job:
     """A command for any number of ranks.
 
-    If `starts_ranks` is true, the command starts all ranks itself, and {ranks} in it is replaced by
-    their number. Otherwise it is the command of one rank, and `tutti run` starts the ranks. `ends`
-    means that the program ends by itself after the schedule.
+    If `starts_ranks` is True, the command starts all ranks, and {ranks} in the command is replaced
+    by the number of ranks. If it is False, the command is that of one rank, and `tutti run` starts
+    the ranks. `ends` means that the program ends by itself after the steps of the schedule.
     """
 
     command: tuple[str, ...]
@@ -167,9 +168,10 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: Sequence[int], sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Return the runs by repeat, so that drift of the machine's speed affects all sizes equally.
+    """Return the runs in the order of repeats. A repeat has a run for every number of ranks.
 
-    Every second repeat has the opposite order of sizes.
+    In this order, slow changes of the machine's speed affect all numbers of ranks equally. Every
+    second repeat has the opposite order of the numbers of ranks.
     """
     return [
         PlannedRun(ranks, repeat, flags)
@@ -180,7 +182,7 @@ def plan_runs(
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The mean time of a step without the profiler, and its parts, which add up to this time."""
+    """The mean time of a step without the profiler, and the parts that add up to this time."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -199,11 +201,12 @@ class MeasuredRun:
     flags: dict[str, str]  # the flags that a sweep sets
     samples: float | None  # number of samples per step, over all ranks
     step: MeasuredStep
-    recorded: Mapping[str, float]  # the parts before the calibration, of which `pause` is a gap
+    # The parts before the calibration. `host_gap` has gaps below 1 ms, and `pause` has longer gaps.
+    recorded: Mapping[str, float]
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
     late: dict[str, Any] | None  # the rank for which the others wait longest, if any
-    slow: dict[str, Any] | None  # the slow timed steps, and the part that is longer in them
+    slow: dict[str, Any] | None  # the slow timed steps, see `slow_steps`
     overhead: float  # recorded step / step without the profiler
     notes: list[str]
 
@@ -337,7 +340,7 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 
 
 def recorded_steps(explanation: Explanation) -> list[dict[str, float]]:
-    """Return the parts of each recorded step over all ranks."""
+    """Return the parts of each recorded step. `combine_ranks` combines the parts of all ranks."""
     steps: dict[int, list[Mapping[str, float]]] = {}
     for step in explanation.steps:
         steps.setdefault(step.step, []).append(parts_with_pauses(step))
@@ -350,9 +353,9 @@ def measured_step(
 ) -> MeasuredStep:
     """Return the parts of the timed steps, from the parts of a typical recorded step.
 
-    The parts are calibrated to a typical timed step. `unexplained` is a difference that is too
-    large for a calibration. `slow_steps` is the difference between the mean over all timed steps
-    and a typical step.
+    The parts are calibrated to a typical timed step. `unexplained` is the difference that remains
+    because the factor of the calibration is limited. `slow_steps` is the difference between the
+    mean over all timed steps and a typical timed step.
     """
     typical, mean = typical_seconds(step_times), fmean(step_times)
     step = calibrate(recorded, typical, on_device, _MAX_FACTOR)
@@ -365,7 +368,8 @@ def slow_steps(
 ) -> dict[str, Any] | None:
     """Return the number of slow timed steps, their median excess, and their period if constant.
 
-    `part` is the part that is longer in the slow recorded steps, by `part_excess_s`.
+    `part` is the part that is prolonged most in slow recorded steps, and `part_excess_s` is its
+    excess over a typical recorded step.
     """
     excess = [seconds - typical_seconds(step_times) for seconds in step_times]
     if not (slow := _slow(step_times)):
@@ -403,11 +407,12 @@ def _slow(step_times: Sequence[float]) -> list[int]:
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the parts of one step over all ranks. Their sum is the mean step time.
 
-    Each rank's own work is taken from the fastest rank, and any excess on slower ranks is counted
-    as waiting. If the mean over ranks were used, a part of the excess would count as compute. But
-    waiting for a rank that waits for input counts as input. If all data loaders are slow, only one
-    rank finds its batch late, and the others wait for this rank instead of their loaders. Compute
-    includes hidden communication. `pause` is the part of the gaps that recording does not lengthen.
+    The own work of a step is that of the fastest rank, and the excess of slower ranks counts as
+    waiting. If the mean over ranks were used, a part of the excess would count as compute. There is
+    one exception: if the slowest rank waits for input, the time in which other ranks wait for it
+    counts as input. The reason is that, if all data loaders are slow, only one rank finds its batch
+    late. The other ranks wait for this rank instead of their loaders. Compute includes hidden
+    communication. `pause` is the part of the gaps that recording does not lengthen.
     """
     own_parts = ("compute", "hidden", "input", "host_gap", "pause", "rest")
     by_own_work = sorted(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
@@ -426,10 +431,11 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
-    """Return the global batch of a tutti run, otherwise the sum over the ranks' data loaders.
+    """Return the number of samples of a step, or None if unknown.
 
-    Ranks of a tensor-parallel group or a pipeline have the same samples, which a sum over the ranks
-    would count several times.
+    For a run of tutti train, this is the global batch. A sum over ranks would be wrong, because
+    ranks of a tensor-parallel group or a pipeline have the same samples. For other programs, this
+    is the sum of the ranks' batches, which were counted in their data loaders.
     """
     summary = folder / "summary.json"
     if summary.is_file():
@@ -455,9 +461,9 @@ class _SignalForwarder:
     def run(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
         """Run a program to its end, with its output in `log`, and return its exit code.
 
-        The program has its own session, so that Ctrl-C in the terminal reaches only this process,
-        which forwards the signal once. A launcher that receives one signal lets its ranks end
-        normally. The rest of the session is killed at the end.
+        The program has a separate session, so that Ctrl-C in the terminal reaches only this
+        process, which forwards the signal once. A launcher that receives one signal lets its ranks
+        end normally. When the program has ended, its remaining child processes are killed.
         """
         libc = ctypes.CDLL(None)
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Formats the output of `tutti scale`: a table of 80 columns (60 if narrow), causes and sweeps."""
+"""Formats the output of `tutti scale`: a table, the causes of lost efficiency, and sweeps.
+
+The output has 80 columns, or 60 columns on a narrow terminal.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -16,7 +19,7 @@ _FULL_WIDTH = 80
 _SPEED_WIDTH, _NARROW_SPEED_WIDTH = 20, 9
 _PROFILE_COMMAND = "for details: tutti profile --trace"
 _WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "compute": 8, "other": 6}
-# The name of each cause in the verdict, and what it means.
+# For each cause: the name in the verdict, and an explanation.
 _CAUSES = {
     "exposed_comm": ("exposed communication", "data moves while nothing computes"),
     "wait": ("waiting", "a collective waits for ranks that arrive later"),
@@ -48,7 +51,7 @@ def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[s
 def _table(unit: str, rows: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
     """Yield the head, then a line for each number of ranks.
 
-    The column `bubble` is shown only for pipelines. In this case, and on a narrow terminal, there
+    The column `bubble` is shown only for pipelines. For pipelines and on a narrow terminal, there
     is no space for the spread of the throughput.
     """
     has_bubble = any(row["loss"]["bubble"] for row in rows)
@@ -95,7 +98,7 @@ def _short(value: float) -> str:
 
 
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the causes within `other`, the verdicts, and the ranks and steps to look at."""
+    """Yield the causes within `other`, the verdicts, and the late rank and the slow steps."""
     if len(rows) < 2:
         yield "only one number of ranks was run, but efficiency needs at least two"
         return

@@ -1,9 +1,9 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
 Python imports this file before the program. The file waits until the program imports torch and then
-hooks torch's optimizers and modules. It imports neither torch nor tutti, so processes without torch
-only spend one check per import, and programs whose environment does not have tutti are captured,
-too.
+hooks torch's optimizers and modules. The file does not import torch, so processes without torch
+only spend one check per import. The file does not import tutti, so programs are also captured if
+their environment does not have tutti.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _SETTINGS = "TUTTI_PROFILE"
 
 
 def _load(name: str) -> ModuleType:
-    """Return a module of tutti that needs no other package, imported as tutti_capture.NAME."""
+    """Import a module of tutti as tutti_capture.NAME. The module must not need tutti itself."""
     if "tutti_capture" not in sys.modules:
         package = ModuleType("tutti_capture")
         profile = os.path.dirname(_FOLDER)
