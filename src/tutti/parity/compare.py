@@ -68,7 +68,10 @@ def train_under_layout(
     scales: Scales,
     reference: Sequence[StepRecord],
 ) -> Iterator[StepDifference]:
-    """Train with an engine. Yield the differences of each step, which are equal on all ranks."""
+    """Train with an engine. Yield the differences between each step and the reference.
+
+    All ranks yield the same differences.
+    """
     options, mesh, device = workload.options, engine.mesh, engine.world.device
     parameters = {  # a tied parameter is listed under the first of its names
         workload.aliases[name]: parameter
@@ -123,7 +126,7 @@ def train_under_layout(
         }
         all_ranks = comm.gather_json(compared)
         own_buffers = _own_buffers(engine, all_ranks, tolerance.buffer)
-        # Gradients scaled down x times too much were divided by a norm that is x times too large.
+        # If clipping scaled the gradients down x times too much, its norm was x times too large.
         clip_factors = [f for rank in all_ranks if (f := rank["clip_factor"]) is not None]
         norms = [Scalar.between(factor / f if f else math.inf, 1.0) for f in clip_factors]
         merged = {
@@ -149,7 +152,7 @@ class _GradientRecorder:
     ) -> None:
         self.parameters = parameters
         self.gradients: dict[str, Tensor] = {}
-        # The factor of this rank's shards; None if all of their gradients are zero.
+        # Computed from the gradients of this rank's shards; None if all these gradients are zero.
         self.clip_factor: float | None = None
         self._before: dict[str, Tensor] = {}
         self._run = engine.run
@@ -193,8 +196,9 @@ def _compare_all(
 ) -> list[Difference]:
     """Compare tensors by name.
 
-    The error of a tensor is relative to its largest value in the reference. For the tensors in
-    `floored` (default: all), the divisor is at least `floor` × the largest value of all of them.
+    The error of a tensor is relative to the largest value of this tensor in the reference. For the
+    tensors in `floored` (default: all), the divisor is at least `floor` × the largest value of all
+    tensors in `floored`.
     """
     floored = reference.keys() if floored is None else floored
     values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
@@ -217,7 +221,7 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
         return []
     modules = engine.model.named_modules()
     synchronised = [name for name, module in modules if isinstance(module, JointBatchNorm)]
-    # The parity check synchronises batch norms over all data ranks.
+    # The parity check synchronises batch norms, so their buffers do not depend on own samples.
     batch_norms = {name for names in comm.gather_json(synchronised) for name in names}
     by_rank = [(rank["data_rank"], [Difference(*b) for b in rank["buffers"]]) for rank in ranks]
     own_buffers = diagnosis.buffers_of_own_samples(by_rank, tolerance)
@@ -276,7 +280,7 @@ class Reference:
 
         self.scales = Scales(**comm.gather_json(agree(derive))[0])
         self._records: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
-        self.weights_differ: str | None = None  # a message if a rank has other initial weights
+        self.weights_differ: str | None = None  # a message if initial weights differ between ranks
         try:
             check_same(world, model=workload.make_model())
         except RanksDiffer as error:
@@ -287,7 +291,7 @@ class Reference:
     def cause(self) -> str | None:
         """Return why no layout can agree with one device, or None if the checks find no reason.
 
-        Every rank runs the one-device checks. They take several steps, so call this method only
+        Every rank runs the one-device checks. These checks compute several steps, so they run only
         after a layout has failed. All ranks must call this method.
         """
         if self.weights_differ is not None:
@@ -354,7 +358,7 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
     gradient = worst([diff for step in steps for diff in step.gradients])
     buffers = [diff for step in steps for diff in step.buffers]
     buffer = worst(buffers) if buffers else None
-    # SGD comes first, because its updates are proportional to the gradients.
+    # SGD is diagnosed first, because its updates are proportional to the gradients.
     text = diagnosis.diagnose(results["sgd"], setting, tolerance)
     if text is None and (text := diagnosis.diagnose(results["adamw"], setting, tolerance)):
         text = f"with AdamW only: {text}"
@@ -378,14 +382,14 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
 
 
 def crashed_row(workload: Workload, layout: Layout, error: str) -> Row:
-    """Return the row of a layout that ended its ranks with an error."""
+    """Return the row of a layout whose ranks ended with an error."""
     size = {"ranks": layout.size, "microbatches": workload.microbatches(layout)}
     verdict = {"error": error, "ok": False, "not_applicable": None}
     return {"layout": str(layout), **size, **dict.fromkeys(_COMPARED), **verdict}
 
 
 class ParityTable:
-    """Prints a row for each layout as soon as it is compared, and why a layout failed."""
+    """Prints a row for each layout as soon as the layout is compared, and why a layout failed."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._console = Console(highlight=False)

@@ -21,8 +21,9 @@ class Difference(NamedTuple):
 
     error: max |a − b| / max |b|, the largest over all ranks that hold the tensor. factor: the
     least-squares factor f, for which f·b is nearest to a. residual: max |a − f·b| / max |b|, the
-    error that the factor does not explain. spread: largest minus smallest factor (or residual) of
-    the ranks that should hold the same values.
+    error that the factor does not explain. spread: how much the ranks disagree. It is the largest
+    minus the smallest factor over the ranks that hold the tensor, or the same difference of the
+    residuals if that is larger.
     """
 
     name: str
@@ -61,7 +62,7 @@ class StepDifference:
 
 
 def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
-    """Return the differences above the tolerance. NaN counts as above."""
+    """Return the differences whose error is above the tolerance, or NaN."""
     return [diff for diff in differences if not diff.error <= tolerance]
 
 
@@ -100,10 +101,11 @@ def buffers_of_own_samples(
 def compare_tensors(
     name: str, a: Tensor, b: Tensor, min_scale: float, *, finite_only: bool = True
 ) -> Difference:
-    """Compare two tensors; errors are relative to max |b|, or to `min_scale` if that is larger.
+    """Compare two tensors. Errors are relative to the larger of max |b| and `min_scale`.
 
-    The error of a tensor that is not finite is infinite. Without `finite_only`, infinities and NaN
-    of b must be at the same places in a, for example the -inf of a buffer with a causal mask.
+    If b is not finite everywhere, the error is infinite. If `finite_only` is False, b may contain
+    infinities and NaN, such as the -inf of a causal mask: the error is infinite only if a does not
+    have the same values at the same places.
     """
     finite = b.isfinite()
     if not finite.all():
@@ -123,7 +125,8 @@ def compare_tensors(
 def differing_ranks(steps: Sequence[tuple[float, float]]) -> str | None:
     """Return a message if a rank computes another loss or gradient norm than rank 0, else None.
 
-    All ranks have computed one step from the same weights and samples.
+    `steps` has the loss and the gradient norm of each rank. All ranks have computed one step from
+    the same weights and samples.
     """
     for rank, step in enumerate(steps):
         for what, own, first in zip(("loss", "gradient norm"), step, steps[0], strict=True):
@@ -311,7 +314,7 @@ def _cause(factor: float, setting: Setting) -> str:
 
 
 def _equal_sizes(factor: float, setting: Setting) -> Iterator[str]:
-    """Yield the axes and counts of the setting whose size equals a factor or its inverse."""
+    """Yield the axes and counts of the setting whose size equals `factor` or its inverse."""
     layout = setting.layout
     sizes = {axis: ranks for axis, ranks in layout.axes.items() if ranks > 1}
     sizes["the microbatches"] = setting.microbatches

@@ -16,7 +16,7 @@ from tutti.train.recipe_check import check_model, check_model_and_data
 from tutti.train.training_schedule import check_numbers
 from tutti.world.errors import UsageError, did_you_mean
 
-_LARGEST = 1_000_000  # steps, or samples in a microbatch; a check of more would take days
+_LARGEST = 1_000_000  # maximum of --steps and of --microbatch; a larger check would take days
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class ParityOptions:
 
 
 def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
-    """Return the number of microbatches: one per stage with pp, else 2 with tp and 3 without.
+    """Return the number of microbatches: one per pp stage; without pp, 2 with tp and 3 without tp.
 
     Few layouts have an axis of size 3, so an error by a factor of 3 points to the microbatches and
-    not to an axis. With tp, 2 microbatches are used, because DTensor needs about a second of CPU
-    time for each of them.
+    not to an axis. With tp, only 2 microbatches are used, because DTensor needs about a second of
+    CPU time for each microbatch.
     """
     if layout.pp > 1:
         return layout.pp * parallel.virtual_stages
@@ -84,10 +84,10 @@ def samples_for(
 ) -> tuple[int, int]:
     """Return the number of samples of a full step and of an uneven step.
 
-    The uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
-    microbatch. With batch norms, every microbatch has at least two samples. The full step has
-    n × --microbatch samples, where n is the smallest number greater than the number in the uneven
-    step that every layout can divide evenly.
+    The uneven step has 2 × ranks − 1 samples, so that in layout dpN the last rank has no sample in
+    its last microbatch. With batch norms, the uneven step is enlarged until every microbatch has at
+    least two samples. The full step has n × --microbatch samples, where n is larger than the number
+    of samples in the uneven step, and is the smallest such number that every layout divides evenly.
     """
     uneven = max(1, 2 * layouts[0].size - 1)
     while batch_norms and min(_smallest_microbatch(uneven, x, options) for x in layouts) < 2:
@@ -139,7 +139,7 @@ def small_options(name: str, layouts: Sequence[Layout], parallel: ParallelOption
 def check_workload(
     name: str, options: ParityOptions, layouts: Sequence[Layout], device: str
 ) -> None:
-    """Raise UsageError for whatever names, paths and arithmetic can tell before ranks start."""
+    """Raise UsageError if names, paths or numbers are wrong. Called before the ranks start."""
     recipe = recipe_with(name, options)
     length = replace(recipe.length, steps=options.steps, seed=options.seed)
     recipe = replace(recipe, engine=options.engine, parallel=options.parallel, length=length)
@@ -147,11 +147,11 @@ def check_workload(
     if options.padded and built_in and not isinstance(options.architecture, GPTConfig):
         raise UsageError("--padded needs text samples, which have one target per token")
     if not built_in and options.dataset is None:
-        # The samples are random, and their sizes are those of the first layer of the model.
+        # The samples are random, and their sizes follow from the first layer of the model.
         check_numbers(recipe)
         check_model(recipe)
         return
-    # Every rank computes the reference, so every rank has all samples.
+    # Every rank may run the one-device checks, so every rank holds all samples.
     samples = sum(samples_for(layouts, options, batch_norms=False))
     check_model_and_data(recipe, layouts[0], samples, device)
 

@@ -1,8 +1,8 @@
 """The workload (weights, samples and steps), and the reference: a float64 loop on one device.
 
 Layouts are compared with this loop, so it shares no code with engines or with tutti's own step. It
-processes the whole batch at once, with the mean over all targets, and torch's clipping and
-optimizers.
+processes the whole batch at once, minimises the mean loss over all targets, and uses torch's
+clipping and optimizers.
 """
 
 import math
@@ -88,7 +88,7 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
             if isinstance(layer, _DropoutNd):
                 layer.p = 0.0
         if hasattr(model, "set_experts_implementation"):
-            # transformers' default for experts, a grouped matrix product, has no float64.
+            # By default, transformers uses a grouped matrix product, which has no float64 version.
             model.set_experts_implementation("batched_mm")  # type: ignore[operator]
         return model
 
@@ -140,7 +140,7 @@ def _forward_changes_buffers(model: nn.Module, samples: TensorSamples) -> bool:
 
 
 def random_samples(model: nn.Module, count: int, options: ParityOptions) -> TensorSamples:
-    """Return random inputs that the model's first layer accepts, and targets among its outputs."""
+    """Return random inputs that the model's first layer accepts, and random class numbers."""
     generator = torch.Generator().manual_seed(options.seed + 1)
     first = next((m for m in model.modules() if list(m.parameters(recurse=False))), None)
     if isinstance(first, nn.Embedding):
@@ -295,7 +295,8 @@ def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> lis
     """Return the sample indices of each microbatch over all ranks.
 
     A synchronised batch norm computes its statistics over these samples. The samples are divided
-    evenly among ranks and then among microbatches; the first ones take one more if needed.
+    evenly among ranks, and the samples of a rank evenly among microbatches. If a division has a
+    remainder, the first ranks or microbatches get one more sample each.
     """
     count = min(microbatches, -(-samples // data_ranks))
     ranks = [part.tensor_split(count) for part in torch.arange(samples).tensor_split(data_ranks)]
@@ -305,7 +306,7 @@ def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> lis
 def _backward(
     model: nn.Module, inputs: Tensor, targets: Tensor, microbatches: list[Tensor] | None
 ) -> float:
-    """Compute gradients of the mean over all targets that are not padding. Return the mean."""
+    """Compute the gradients of the mean loss over targets without padding. Return this mean."""
     count = (targets != -100).sum()
     total = 0.0
     for indices in microbatches or [torch.arange(len(inputs))]:
@@ -318,7 +319,7 @@ def _backward(
 
 
 class OneDeviceChecks:
-    """Repeats the first step on one device, to find why no layout can equal one device."""
+    """Repeats the first step on one device, to find why no layout can agree with one device."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._workload, self._device = workload, device

@@ -26,9 +26,9 @@ class Tolerance:
 
 
 # The reference is always float64. A sum of n terms in another order differs by about √n × u, where
-# u is the rounding unit of the type; layers and steps multiply that by a few tens. The bugs to be
-# found are wrong factors, or one missing sample in a step: their errors are above 1e-2 with the
-# default sizes.
+# u is the rounding unit of the type. Over all layers and steps, this error becomes a few tens of
+# times larger. The check must find wrong factors and a missing sample in a step. With the default
+# sizes, these bugs cause errors above 1e-2.
 TOLERANCES: dict[Precision, Tolerance] = {
     # u = 1.1e-16: rounding gives 1e-15 to 1e-12.
     "float64": Tolerance(1e-10, gradient=1e-10, update=1e-10, buffer=1e-10, eps=1e-2, floor=1e-3),

@@ -1,7 +1,7 @@
 """Generate text from prompts with a GPT under any layout.
 
     dp     each data rank has its own prompts
-    shard  a block gathers its parameters in forward, so all data ranks must run the same forwards
+    shard  a block gathers its parameters in forward, so all data ranks run equally many forwards
     tp     each rank has some of the heads, with their keys and values; logits are gathered
     pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
 
@@ -93,7 +93,7 @@ class TextModel(ABC):
     """How a model reads and writes text: its tokens, its context and its key-value cache."""
 
     vocabulary: int
-    """Tokens below this number are picked. The vocabulary of a model may have padding after it."""
+    """Only tokens below this number are picked, because the model's logits may include padding."""
     max_seq_len: int
     width: int
     """Width of the hidden states that pipeline stages exchange."""
@@ -102,7 +102,7 @@ class TextModel(ABC):
 
     @abstractmethod
     def encode(self, prompt: str, number: int) -> list[int]:
-        """Return the tokens of prompt `number`. Raise UsageError if the model cannot use it."""
+        """Return the tokens of a prompt. Raise UsageError if the model cannot use the prompt."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -110,7 +110,7 @@ class TextModel(ABC):
 
     @abstractmethod
     def cache(self, capacity: int) -> dict[str, Any]:
-        """Return the keyword arguments of forward that contain a new, empty cache."""
+        """Return keyword arguments of forward with an empty cache for `capacity` tokens."""
 
 
 class ByteText(TextModel):
@@ -187,7 +187,7 @@ def place_gpt(
 def place_hugging_face(
     world: World, run: TrainedRun, layout: Layout, text: TokenizerText
 ) -> tuple["Generator", Loaded]:
-    """Place a model of transformers under a layout, for decoding. Call it on all ranks."""
+    """Place a model of transformers under a layout, for decoding. All ranks must call this."""
     if layout.pp > 1:
         raise UsageError(
             f"layout {layout}: models of transformers generate without pp: use dp, shard or tp"
@@ -215,13 +215,13 @@ class Completion:
 
 
 class Generator:
-    """This rank's part of a GPT with its key-value cache, which completes prompts."""
+    """Completes prompts with this rank's part of a model and its key-value cache."""
 
     def __init__(self, engine: Engine, text: TextModel, dtype: torch.dtype) -> None:
         self.engine, self.model, self.mesh = engine, engine.model, engine.mesh
         self.text, self.dtype, self.device = text, dtype, engine.world.device
         self.stage, self.last_stage = self.mesh.rank("pp"), self.mesh.layout.pp - 1
-        # This rank has the logits of its data rank and picks the tokens.
+        # In each data-parallel replica, this rank has the logits and picks the tokens.
         self.is_sampling_rank = self.stage == self.last_stage and self.mesh.rank("tp") == 0
         self._cache: dict[str, Any] = {}
 
@@ -245,8 +245,8 @@ class Generator:
                 else []
             )
             if self.mesh.layout.shard > 1:
-                # Run as many forward passes as the data rank with the longest batch: in each pass
-                # the other data ranks gather parameters from this rank.
+                # Every data rank must run as many forward passes as the data rank with the longest
+                # batch, because in each pass all data ranks gather parameters from each other.
                 lengths = [[len(encoded[i]) for i in numbers] for numbers in scattered]
                 steps = [max(group) + tokens - min(group) for group in lengths]
                 for _ in range(max(steps) - (steps[data_rank] if own_batch else 0)):
@@ -264,8 +264,8 @@ class Generator:
     ) -> list[list[int]]:
         """Complete a batch of prompts, with one cache.
 
-        All rows start at the end of the shortest prompt. A longer prompt supplies its own next
-        tokens until it ends.
+        Generation begins at the end of the shortest prompt, for all rows. Until a longer prompt
+        ends, its own tokens are used in place of the generated tokens.
         """
         lengths = [len(prompt) for prompt in prompts]
         start, end = min(lengths), max(lengths) + tokens
@@ -282,7 +282,7 @@ class Generator:
             for row, length, token in zip(text, lengths, picked, strict=True):
                 if position >= length:
                     row[position] = token
-            # With shard, all data ranks run the same number of forward passes.
+            # With shard, all data ranks run the same number of forward passes, so none stops early.
             rows = [row[: position + 1].tolist() for row in text]
             if self.mesh.layout.shard == 1 and all(
                 self._ends(row[length:]) or len(row) >= length + tokens
@@ -298,7 +298,7 @@ class Generator:
         return any(token in self.text.ends for token in tokens)
 
     def _until_end(self, tokens: list[int]) -> list[int]:
-        """Return the tokens up to and including the first one that ends a text."""
+        """Return the tokens up to and including the first token that ends a text."""
         ends = [number for number, token in enumerate(tokens) if token in self.text.ends]
         return tokens[: ends[0] + 1] if ends else tokens
 
@@ -311,7 +311,10 @@ class Generator:
     def _next_tokens(
         self, new: Tensor, numbers: Sequence[int], position: int, sampling: Sampling
     ) -> list[int]:
-        """Feed new tokens (rows, new) to the model. Return each row's next token, on all ranks."""
+        """Feed tokens of shape (rows, new) to the model. Return the next token of each row.
+
+        All ranks of a replica return the same tokens.
+        """
         logits = self._feed(new)
         picked = [0] * len(numbers)
         if logits is not None and self.is_sampling_rank:
@@ -325,7 +328,10 @@ class Generator:
 
     @torch.no_grad()
     def _feed(self, tokens: Tensor) -> Tensor | None:
-        """Feed tokens (rows, new). Return the logits after the last token, on the last stage."""
+        """Feed tokens of shape (rows, new) to the model. Return the logits after the last token.
+
+        Pipeline stages before the last one return None.
+        """
         hidden = tokens.to(self.device)
         if self.stage > 0:
             shape = (*tokens.shape, self.text.width)

@@ -47,12 +47,12 @@ from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
-MAX_BATCHES_PER_ROUND = 8  # batches of a rank between two exchanges
+MAX_BATCHES_PER_ROUND = 8  # batches of a rank before rank 0 gathers their lines
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run directory that `tutti train` has written."""
+    """A trained model: a run directory of `tutti train`, or the folder of --model hf:FOLDER."""
 
     path: Path
     recipe: Recipe
@@ -155,7 +155,7 @@ def scatter_rows(samples: int, batch: int, ranks: int) -> list[list[range]]:
 
 
 class SelectedSamples(Samples):
-    """Some of the samples, in a given order."""
+    """A selection of samples, in a given order."""
 
     def __init__(self, samples: Samples, selected: Tensor) -> None:
         self.samples, self.selected = samples, selected
@@ -221,7 +221,8 @@ class Predictor:
     @torch.no_grad()
     def run(self, out: Path) -> Score:
         """Write a line for every sample to `out`. Return the score, which is equal on all ranks."""
-        # In each replica, one rank has the outputs. `writers` lists these ranks, by data rank.
+        # In each replica, one rank has the outputs. `writers` lists these ranks in the order of
+        # their data ranks.
         mesh, has_outputs = self.engine.mesh, self.engine.reports_loss
         ranks = enumerate(comm.gather_json([mesh.data_rank, has_outputs]))
         writers = sorted((data_rank, rank) for rank, (data_rank, writes) in ranks if writes)
@@ -277,7 +278,8 @@ class Predictor:
 def prediction_lines(first: int, outputs: Tensor, targets: Tensor) -> tuple[list[str], Tensor]:
     """Return the lines of a batch whose first sample has the index `first`, and its sums.
 
-    The sums are the loss, and the numbers of right predictions and of targets without padding.
+    The three sums are the sum of losses, the number of right predictions, and the number of targets
+    that are not padding.
     """
     logits = outputs if outputs.dtype == torch.float64 else outputs.float()
     log_probabilities = logits.log_softmax(-1)

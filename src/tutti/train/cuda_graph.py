@@ -1,4 +1,4 @@
-"""Runs steps as replays of a CUDA graph, for models so small that kernel launches dominate.
+"""Runs steps as replays of a CUDA graph, for small models whose kernel launches take most time.
 
 All values that change from step to step are in tables on the device: sample indices (the data is on
 the device), learning rates, losses and gradient norms. The graph reads and writes one row of these
@@ -17,7 +17,7 @@ from tutti.train.training_schedule import TrainingSchedule
 
 # The first steps run eagerly: they create the optimizer state and select cuDNN kernels.
 _WARMUP_STEPS = 3
-# Rows of the tables: the maximum number of steps between two copies of losses and indices.
+# Number of rows in each table. After this many steps, the host fills the tables again.
 _ROWS = 1024
 
 

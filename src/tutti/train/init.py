@@ -1,6 +1,6 @@
 """Builds the dataset, model and optimizer of a recipe; the data determine some model sizes.
 
-The model is built on the meta device: parallel/apply.py allocates this rank's shards.
+The model is built on the meta device. Later, parallel/apply.py allocates this rank's shards.
 """
 
 import dataclasses
@@ -80,18 +80,18 @@ _MODELS: dict[str, tuple[type[Architecture], str, str]] = {
 
 PARAMETER_DTYPES: dict[str, torch.dtype | None] = {
     "float32": torch.float32,
-    "bf16": torch.float32,  # autocast
+    "bf16": torch.float32,  # with bf16 and fp16, autocast converts parameters in each operation
     "fp16": torch.float32,
     "float64": torch.float64,
-    "model": None,  # as the model was built
+    "model": None,  # parameters keep the dtype with which the model was built
 }
 
 
 def agree(make: Callable[[], Result]) -> Result:
     """Call `make` on every rank; if it raises a usage error on one rank, raise it on all ranks.
 
-    Use this function for work that may fail on some ranks only (one host lacks a file), before a
-    collective in which the other ranks would wait.
+    Without this function, an error on one rank only (one host lacks a file) would let the other
+    ranks wait for that rank in the next collective.
     """
     error: str | None = None
     try:
@@ -111,11 +111,12 @@ def build_meta_model(
 ) -> tuple[nn.Module, Weights, list[str]]:
     """Return the recipe's model on meta, its initial weights, and notes for the user.
 
-    The parameters have the dtype of the recipe's precision. Without `saved_weights`, the weights of
-    a Hugging Face folder are not read, because a checkpoint will be loaded; its parameters are then
-    undefined.
+    The parameters have the dtype of the recipe's precision. If `saved_weights` is False, saved
+    weights are not read, because the caller will load a checkpoint. Until then, the parameters of a
+    Hugging Face model are undefined.
     """
-    make = model_maker(recipe, dataset)  # reads the dataset, so not on the meta device
+    # model_maker reads the dataset, so it must not run under torch.device("meta").
+    make = model_maker(recipe, dataset)
     notes: list[str] = []
     weights: Weights | None = None
     source = recipe.init_from
@@ -138,7 +139,7 @@ def build_meta_model(
 
 
 def _saved_weights(model: nn.Module, source: Path) -> tuple[TensorSources, list[str]]:
-    """Return where the weights of a run or of a folder are, and notes for the user."""
+    """Return the files and chunks of each weight in `source` (a run or a folder), and notes."""
     if not (source / "recipe.toml").is_file():
         sources, notes = tensor_sources(model, saved_tensors(source), str(source))
         return {name: _chunks(each) for name, each in sources.items()}, notes
@@ -204,7 +205,7 @@ def model_maker(recipe: Recipe, dataset: Dataset | None) -> Callable[[], nn.Modu
             _check_parameters(model, f"--model {recipe.model}")
             if recipe.task.loss == "model":
                 _check_labels(model, recipe.model)
-            elif recipe.task.loss in LOSSES:  # your own loss gets what forward returns
+            elif recipe.task.loss in LOSSES:  # the user's own loss function gets all outputs
                 model.register_forward_hook(_only_logits)
             return model
 
@@ -300,8 +301,8 @@ def fit(recipe: Recipe, dataset: Dataset) -> Architecture:
 def load_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's dataset, after a check of its first sample.
 
-    Ranks of one host download a dataset once. The random number generators are seeded before your
-    own function is called, so that a random split is the same on every rank.
+    The ranks of a host download a dataset only once. The random number generators are seeded before
+    the user's own dataset function is called, so that a random split is the same on every rank.
     """
     dataset = _load_dataset(recipe)
     name = recipe.data.dataset
@@ -318,7 +319,7 @@ def load_dataset(recipe: Recipe) -> Dataset:
 
 
 def _target_problem(targets: Any, loss: str) -> str | None:
-    """Return why a loss cannot use these targets of a sample, and the cure; None if it can."""
+    """Return why a loss cannot use the targets of a sample, with the cure, or None if it can."""
     if loss not in LOSSES or loss == "model":
         return None
     if not isinstance(targets, Tensor):
@@ -401,7 +402,7 @@ def _load_dataset(recipe: Recipe) -> Dataset:
 
 
 def tokenizer_folder(model: str) -> Path | None:
-    """Return the folder of the tokenizer of hf:FOLDER; without one, text is read as bytes."""
+    """Return the folder of hf:FOLDER if it has a tokenizer, or None: text is then read as bytes."""
     source = split_source(model)
     folder = Path(source[1]) if source and source[0] == "hf" else None
     return folder if folder and has_tokenizer(folder) else None
@@ -414,7 +415,7 @@ def load_function(path: str, flag: str, names: tuple[str, ...]) -> Callable[...,
     search_current_directory()
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:  # a module that this module imports
+    except ModuleNotFoundError as error:  # raised by an import inside the module
         raise UsageError(f"{flag} {path}: {error}: install it, or check the import") from None
     except AttributeError:
         raise UsageError(f"{flag} {path}: {module_name} has no {name}") from None
@@ -443,14 +444,14 @@ def build_optimizer(
     if name not in OPTIMIZERS:
         return _own_optimizer(parameters, options.optimizer, lr)
     if name == "sgd":
-        # torch has no DTensor rule for the fused SGD kernel, and takes tens of seconds to derive
-        # one for a list of parameters over a mesh of three axes.
+        # torch has no DTensor sharding rule for the fused SGD kernel. On a mesh of three axes,
+        # torch needs tens of seconds to derive this rule for a list of parameters.
         sharded = any(isinstance(p, DTensor) for p in parameters)
         return torch.optim.SGD(
             groups, lr=rate, momentum=options.momentum, fused=not sharded, foreach=False
         )
-    # A fused kernel needs parameters of one kind. With a mixture of plain tensors and DTensors,
-    # which sharding rules may produce, the optimizer updates one parameter at a time.
+    # A fused kernel needs parameters that are all plain tensors, or all DTensors on one mesh.
+    # Sharding rules may produce a mixture: then the optimizer updates one parameter at a time.
     kinds = {(isinstance(p, DTensor), getattr(p, "device_mesh", None)) for p in parameters}
     if name != "adamw":
         found = {each.lower(): each for each in dir(torch.optim)}

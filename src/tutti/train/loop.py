@@ -83,24 +83,25 @@ class Runner:
         self.loader = loader
         self.schedule = schedule
         self.recipe = recipe
-        # Number of samples in the run, over all ranks. The learning rate depends on this number.
+        # Number of samples that all ranks together have processed since the start of the run. The
+        # learning rate depends on this number.
         self.samples = 0
         self._batches: Iterator[Batch] | None = None
         self._rank_samples = 0
         self._input_seconds = 0.0
-        # The learning rate of each step since the last status sync, and the gradient norms that
-        # are known, by position in this list.
+        # `_lrs` has the learning rate of each step since the last status sync. `_norms` maps a
+        # position in `_lrs` to the gradient norm of this step, if the norm is known.
         self._lrs: list[float] = []
         self._norms: dict[int, Tensor] = {}
 
     def run(self, steps: int) -> Tensor:
-        """Run `steps` steps. Return this rank's part of each loss, as a tensor on the device."""
+        """Run `steps` steps. Return this rank's part of each step's loss, on the device."""
         if self._batches is None:
             self._batches = self.loader.stream()
         losses = []
         for remaining in reversed(range(steps)):
             began = time.perf_counter()
-            # A named span in a trace: the time in which the loop waits for input.
+            # In a trace, this span shows the time in which the loop waits for input.
             with record_function("tutti.input") if profiling() else _NO_SPAN:
                 batch = next(self._batches)
             self._input_seconds += time.perf_counter() - began
@@ -108,7 +109,7 @@ class Runner:
             self._rank_samples += batch.count
             lr = self.schedule.lr_at(self.samples, self.recipe)
             set_lr(self.step.optimizer, lr)
-            # The last step is the one that a status sync logs.
+            # Without clipping, only the gradient norm of the last step is measured, for the log.
             losses.append(self.step(batch, measure_norm=remaining == 0))
             self._log(lr)
         return torch.stack(losses)
@@ -133,7 +134,7 @@ class Runner:
     def take_curves(self) -> list[dict[str, float | None]]:
         """Return `lr`, and `grad_norm` where it is known, of each step since the last call.
 
-        Reads the norms from the device. A norm that is not finite is None.
+        This method waits for the device. A norm that is not finite is returned as None.
         """
         norms = torch.stack(list(self._norms.values())).tolist() if self._norms else []
         rows: list[dict[str, float | None]] = [{"lr": lr} for lr in self._lrs]
@@ -177,7 +178,7 @@ class Trainer:
         self.memory.begin_model(model)
         self.task = agree(lambda: build_task(recipe, dataset, model))
         parallel = recipe.parallel
-        if recipe.task.loss != "cross_entropy":  # only cross entropy can use split logits
+        if recipe.task.loss != "cross_entropy":  # the other losses need whole logits
             parallel = replace(parallel, loss_parallel=False)
         check_same(world, recipe=json.loads(json.dumps(asdict(recipe), default=str)))
         if world.device.type == "cuda":
@@ -185,7 +186,8 @@ class Trainer:
         example = map_tensors(lambda t: t.to(world.device), dataset.train.batch([0])[0])
         engine_options = recipe.engine
         if world.size == 1 and recipe.engine.engine == "ddp":
-            engine_options = EngineOptions(engine="single")  # DDP would only copy gradients
+            # On one rank, DDP would only copy gradients.
+            engine_options = EngineOptions(engine="single")
         self.engine = build_engine(
             model,
             world,
@@ -199,9 +201,9 @@ class Trainer:
             autocast=AUTOCAST.get(precision),
             weights=weights,
         )
-        self.model = self.engine.model  # this rank's layers; --sync-batchnorm replaces some
+        self.model = self.engine.model  # this rank's layers; --sync-batchnorm replaces batch norms
         check_replicas_equal(self.model, self.engine.mesh)
-        self.engine.seed_rng(recipe.length.seed)  # from here on, ranks draw different numbers
+        self.engine.seed_rng(recipe.length.seed)  # from now on, ranks draw different random numbers
         self.optimizer = build_optimizer(
             self.model, recipe.optimization, self.schedule.peak_lr, recipe.compute.cuda_graph
         )
@@ -313,7 +315,7 @@ class Trainer:
                 self.status_sync.restart_clock()
             if self._saves:
                 self.checkpoints.wait()
-        except DataError as error:  # a sample that cannot be used; the message is one line
+        except DataError as error:  # a sample is not usable: show one line, no traceback
             raise UsageError(f"--dataset {self.recipe.data.dataset}: {error}") from None
         finally:
             # The signal handlers are restored only now, when the checkpoint is complete: a second
@@ -335,7 +337,10 @@ class Trainer:
         return Outcome(summary, stopped, reasons)
 
     def _steps_to_next_event(self) -> int:
-        """Return the number of steps to the next event. It is the same on all ranks."""
+        """Return the number of steps to the next event, which is the same on all ranks.
+
+        Events are status syncs, evaluations, checkpoints, and the ends of an epoch and of the run.
+        """
         length = self.recipe.length
         events = [self.schedule.steps, self.status_sync.next_at]
         events.append(self.step + self.loader.sampler.steps_left(self.loader.position))
@@ -345,7 +350,11 @@ class Trainer:
         return max(1, min(events) - self.step)
 
     def _is_due(self, every: int | None) -> bool:
-        """Return whether an event is due: every N steps or after each epoch, and at the end."""
+        """Return whether an event is due now.
+
+        The event is due every `every` steps, or after each epoch if `every` is None, and at the end
+        of the run.
+        """
         epoch_ended = self.loader.position.sample == 0
         at_step = self.step % every == 0 if every else epoch_ended
         return at_step or self.step == self.schedule.steps
@@ -354,7 +363,7 @@ class Trainer:
         if status.nonfinite is not None:
             step, rank = status.nonfinite
             raise LossNotFinite(
-                # Counted from 1, as in the progress report; metrics count from 0.
+                # Counts steps from 1, as the progress report does. Metrics count steps from 0.
                 f"the loss of step {step + 1} is not finite, first on rank {rank}: lower --lr, add "
                 "--clip or --warmup, or check the data of that step"
             )
@@ -375,7 +384,7 @@ class Trainer:
         progress.show(self.step, f"loss {status.losses[-1]:.4f}  {text}")
         if (warning := self.stragglers.warning()) is not None:
             progress.print(f"step {self.step}: {warning}")
-        # The rates of the steps from step 0 to the first status sync are not used (warm-up).
+        # The rates of the first status sync are not used, because its steps include warm-up.
         measured = self.recipe.batching.split == "measured" and status.first_step > 0
         if measured and all(rate > 0 for rate in status.rates):
             self.shares = measured_shares(status.rates, self.shares)
@@ -473,7 +482,7 @@ class Trainer:
         layout = self.schedule.layout
         if state["layout"] != str(layout):
             return f"the checkpoint was saved in layout {state['layout']}"
-        # --no-sequence-parallel, for example, changes which ranks draw the same numbers.
+        # --no-sequence-parallel, for example, changes which ranks draw the same random numbers.
         saved_axes = state.get("noise", ("dp", "shard"))
         changed = {*saved_axes} ^ {*rng_axes(self.engine.splits_sequence)}
         axes = [axis for axis in changed if layout.axes[axis] > 1]

@@ -1,16 +1,19 @@
 """Memory by cause: what the peak memory of a rank consists of.
 
 parameters     bytes of this rank's parameters and of the model's buffers
-gradients      bytes of this rank's gradients; DDP's buckets if gradients are views of them
+gradients      bytes of this rank's gradients, or of DDP's buckets if gradients are views of buckets
 optimizer      bytes of the optimizer's state
 activations    bytes that autograd keeps for backward, by module
-buffers        copies for communication: gathered parameters, received activations, DDP's buckets
-fragmentation  CUDA: bytes that torch's allocator has reserved and never used at the same time
+buffers        copies for communication: gathered parameters, received activations, and DDP's
+               buckets if they are not counted as gradients
+fragmentation  CUDA: peak of the memory that torch's allocator has reserved, minus the peak of the
+               memory that tensors have used
 other          the rest of the peak: temporary results, workspaces of kernels, and on a CPU the
                interpreter, its libraries and the data
 
-The parts are counted at the moment of a step at which their sum is largest. Hooks count activations
-and gradients in the first two steps only: the second step is the first one with optimizer state.
+The parts are counted at the moment in a step when their sum is largest. Hooks count activations and
+gradients in the first two steps only. The second step is needed because the optimizer creates its
+state at the end of the first step.
 """
 
 import resource
@@ -39,7 +42,7 @@ _MODULES = 10  # number of modules in summary.json
 
 
 class Split(NamedTuple):
-    """The bytes of the parts that tensors hold."""
+    """Bytes of the parts that consist of tensors."""
 
     parameters: int = 0
     gradients: int = 0
@@ -59,24 +62,24 @@ class MemoryByCause:
         self.engine: Engine | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.accumulation = 1
-        self.counter: StepCounter | None = None  # of the current or last measured step
+        self.counter: StepCounter | None = None  # counts the current or the last measured step
         self.counts_activations = counts_activations
         self.step_complete = False  # whether a measured step has ended
         self._steps_left = _MEASURED_STEPS if counts_activations else 0
 
     def begin_model(self, model: nn.Module) -> None:
-        """Call this with the model on the meta device, before it gets memory."""
+        """Record the memory before `model`, which is still on the meta device, is allocated."""
         self.before_model, self.model = resident_bytes(), model
 
     def begin_steps(
         self, engine: Engine, optimizer: torch.optim.Optimizer, accumulation: int
     ) -> None:
-        """Call this when the engine and the optimizer exist."""
+        """Set the engine and the optimizer whose memory is counted during steps."""
         self.engine, self.optimizer, self.accumulation = engine, optimizer, accumulation
         self.model = engine.model
 
     def step(self) -> AbstractContextManager[Any]:
-        """Return the context of a step, which counts in the first two steps only."""
+        """Return the context in which a step runs. It counts memory in the first two steps only."""
         if not self._steps_left or self.engine is None or self.optimizer is None:
             return nullcontext()
         self._steps_left -= 1
@@ -90,7 +93,7 @@ class MemoryByCause:
         self.step_complete = True
 
     def now(self) -> Split:
-        """Return the parts at this moment; without hooks, activations are not known and 0."""
+        """Return the parts at this moment. Activations are 0 if no step has been measured."""
         buffers = gradients = optimizer = activations = 0
         model = self.model
         parameters = parameter_bytes(model) if model is not None else 0
@@ -107,10 +110,11 @@ class MemoryByCause:
         return Split(parameters, gradients, optimizer, activations, buffers)
 
     def at_peak(self) -> Split:
-        """Return the parts at the moment of the measured step at which their sum was largest."""
+        """Return the parts at the moment in the last measured step when their sum was largest."""
         if self.counter is None:
             now = self.now()
-            # Gradients are freed after each step, so their size is that of the parameters.
+            # Gradients are freed after each step. Their peak is estimated: gradients are as large
+            # as the trained parameters.
             return now._replace(gradients=max(now.gradients, trained_bytes(self.model)))
         return self.counter.peak
 
@@ -157,22 +161,22 @@ class StepCounter:
         self.block_inputs: dict[str, int] = {}  # bytes of the inputs of each block
         self.last_unpacked = ""  # the module whose activations backward has used last
         self._grown = False
-        # The modules whose forward is running, each with its name and its parameters' storages.
+        # Modules whose forward is running: the name, and the storages of gathered parameters.
         self._stack: list[tuple[str, set[int]]] = []
         self._live: dict[int, list[Any]] = {}  # storage → [number of uses, bytes, module]
         self._gradients: dict[int, int] = {}  # id of parameter → bytes of its gradient
         self._blocks = set(map(id, repeated_blocks(self.model)))
         self._parameters = parameter_bytes(self.model)
         self._state = optimizer_bytes(optimizer)
-        # With one microbatch, gradients are views of DDP's buckets. With several, the gradients of
-        # the first microbatches are separate tensors.
+        # With one microbatch, gradients are views of DDP's buckets. With several microbatches, all
+        # microbatches before the last one accumulate gradients in separate tensors.
         self._in_buckets = engine.gradients_in_buckets and accumulation == 1
         tensors = [*self.model.parameters(), *self.model.buffers(), *engine.communication_buffers()]
         self._excluded = {storage.data_ptr() for storage in map(_storage, tensors)}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context of the step, in which hooks count."""
+        """Context of one step, in which hooks count activations and gradients."""
         for parameter in self.model.parameters():
             self._count_gradient(parameter)
         with ExitStack() as hooks:
@@ -197,7 +201,7 @@ class StepCounter:
         name = name or type(module).__name__
         self.entered.add(name)
         weights: Iterable[Tensor] = ()
-        if isinstance(module, FSDPModule):  # its parameters are gathered now, until it ends
+        if isinstance(module, FSDPModule):  # its parameters are gathered until forward ends
             weights = module.parameters()
         if id(module) in self._blocks:
             tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
@@ -248,7 +252,7 @@ class StepCounter:
         self._gradients[id(parameter)] = size
 
     def _on_update(self, *_: Any) -> None:
-        # A split backward sets gradients without calling the hooks of parameters.
+        # Pipeline schedules that split backward set gradients without calling parameter hooks.
         for parameter in self.model.parameters():
             self._count_gradient(parameter)
         self._state = optimizer_bytes(self.optimizer)
@@ -273,7 +277,7 @@ class StepCounter:
 
 
 class _Saved:
-    """A tensor that autograd keeps for backward. Autograd drops this object when it is used up."""
+    """A tensor that autograd keeps for backward. When autograd frees it, `release` is called."""
 
     __slots__ = ("_release", "key", "tensor")
 
@@ -295,7 +299,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's parts of tensors. Tensors on meta have none."""
+    """Return the bytes of this rank's shards of `tensors`. A tensor on meta has 0 bytes."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in map(_local, tensors)
@@ -311,7 +315,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def trained_bytes(model: nn.Module | None) -> int:
-    """Return the bytes of this rank's parameters that get gradients, also of those on meta."""
+    """Return the bytes of this rank's trained parameters. Parameters on meta count, too."""
     parameters = [] if model is None else [p for p in model.parameters() if p.requires_grad]
     return sum(_local(parameter).nbytes for parameter in parameters)
 
@@ -338,7 +342,7 @@ def resident_bytes() -> int:
 
 
 def status_bytes(name: str) -> int:
-    """Return a size in /proc/self/status in bytes, or 0 where there is no such file."""
+    """Return the size `name` in /proc/self/status in bytes, or 0 if the file does not exist."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

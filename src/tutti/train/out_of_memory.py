@@ -1,7 +1,9 @@
-"""Explains why a rank is out of memory: the operation that asked, the parts, and what would fit.
+"""Explains why a rank is out of memory.
 
-The predicted saving of a change is computed from the measured parts. If the rank failed before the
-end of the first forward pass, activations are extrapolated from the modules that have run.
+The explanation names the operation that asked for memory, what the memory in use is for (see
+memory.py), and changes of flags with which the step would fit. The saving of a change is computed
+from the measured parts. If the rank failed before the end of the first forward pass, activations
+are extrapolated from the modules that have run.
 """
 
 import linecache
@@ -44,17 +46,17 @@ _ASKED = re.compile(
 )
 _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _TORCH, _TUTTI = Path(torch.__file__).parent, Path(tutti.__file__).parent
-# Folders whose code is the user's model and data, although the files belong to tutti.
+# Folders of tutti whose code counts as the user's model or dataset.
 _MODEL_CODE = (_TUTTI / "models", _TUTTI / "data")
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _MAX_HALVINGS = 6
-# Bytes that are first needed after forward: libraries, workspaces of kernels, threads.
+# Estimated bytes that a first step needs after forward: libraries, workspaces of kernels, threads.
 _LATER_BYTES = 32 << 20
 
 
 _CREATION, _FORWARD, _BACKWARD = "while the model was created", "in forward", "in backward"
 _OPTIMIZER = "in the optimizer step"
-# What a function of tutti does, for errors that are raised inside of it.
+# Maps a function of tutti to the phase of the run, for errors that are raised in this function.
 _PHASES = {
     "loop._load_dataset": "while the dataset was loaded",
     "loop._build": _CREATION,
@@ -100,7 +102,7 @@ class Change:
 
 
 class Explainer:
-    """Turns an out-of-memory error of a training run into OutOfMemory with its explanation."""
+    """Replaces an out-of-memory error of a training run by OutOfMemory with an explanation."""
 
     def __init__(self, world: World, recipe: Recipe, memory: MemoryByCause) -> None:
         self.world, self.recipe, self.memory = world, recipe, memory
@@ -164,9 +166,11 @@ class Explainer:
         return OutOfMemory("\n".join(lines), report)
 
     def _changes(self, needs: "Needs", available: int, shortage: int) -> list[Change]:
-        """Return the changes that would fit, cheapest first: single changes, else combinations.
+        """Return the changes with which the step would fit, cheapest first.
 
-        If no combination fits, return the one with the largest saving.
+        Combinations of two changes are tried only if no single change fits, and combinations of
+        three only if no combination of two fits. If nothing fits, return the change or combination
+        with the largest saving.
         """
         tried: list[Change] = []
         for number in (1, 2, 3):
@@ -189,9 +193,10 @@ class Explainer:
     def _change(
         self, needs: "Needs", recompute: bool, halvings: int, shard: bool
     ) -> tuple[str, int] | None:
-        """Return the flags of a change and the memory that is then needed, or None if impossible.
+        """Return the flags of a change and the bytes that a step then needs, or None if impossible.
 
-        The batch of a microbatch is halved `halvings` times, and the accumulation doubled as often.
+        The number of samples in a microbatch is halved `halvings` times, and the number of
+        microbatches is doubled as often.
         """
         recipe, flags = self.recipe, []
         if recompute:
@@ -228,8 +233,9 @@ class Explainer:
             recipe = replace(recipe, parallel=replace(recipe.parallel, layout=str(new)))
             gathered = needs.buffers
             if layout.shard == 1:
-                # The parameters outside of blocks and their gradients; and of one block also the
-                # buffer from which parameters are copied, and the prefetched blocks.
+                # FSDP holds the full parameters outside of blocks and their gradients. Of one
+                # block it holds parameters, gradients and the buffer of the all-gather. Each
+                # prefetched block adds its parameters.
                 gathered = 2 * needs.outside_blocks
                 gathered += (3 + recipe.parallel.prefetch) * needs.largest_block
             needs = replace(
@@ -268,7 +274,7 @@ class Needs:
     """Activations with full recomputation: those outside of blocks, the inputs of all blocks, and
     the activations of one block."""
     blocks: int
-    """Number of blocks, which can be recomputed and are sharded one by one."""
+    """Number of repeated blocks. Blocks can be recomputed, and FSDP gathers one block at a time."""
     largest_block: int
     """Bytes of the parameters of the largest block."""
     outside_blocks: int
@@ -288,17 +294,17 @@ class Needs:
         blocks = [] if model is None else repeated_blocks(model)
         parameters, trained = now.parameters, trained_bytes(model)
         if memory.engine is None and model is not None:
-            # The model has no memory yet, or not all of it.
+            # Not all parameters are allocated yet, so their size is computed.
             whole = sum(parameter.nbytes for parameter in model.parameters())
             layout = layout_of(recipe.parallel.layout, explainer.world.size)
             divisor = layout.shard * layout.tp * layout.pp
             parameters, trained = max(parameters, whole // divisor), trained // divisor
-        tensors = 2  # AdamW; for other optimizers an upper bound
+        tensors = 2  # state tensors per parameter: exact for AdamW, else an upper bound
         if recipe.optimization.optimizer == "sgd":
             tensors = 1 if recipe.optimization.momentum else 0
         gradients, optimizer = max(now.gradients, trained), max(now.optimizer, tensors * trained)
         activations, recomputed, estimated = 0, 0, ""
-        peak = 0  # activations at the largest moment so far, whose memory a heap may have kept
+        peak = 0  # largest bytes of activations so far; the heap may still hold this memory
         if counter is None:
             estimated = "activations are not included: they are not known yet"
             if not memory.counts_activations:
@@ -324,7 +330,8 @@ class Needs:
         tracked = sum(now) - now.activations + peak
         fixed = max(in_use - tracked, memory.before_model if memory.device.type == "cpu" else 0)
         if not memory.step_complete:
-            fixed += _LATER_BYTES + asked  # backward needs temporary results of a similar size
+            # Backward needs temporary results about as large as `asked`.
+            fixed += _LATER_BYTES + asked
         return cls(
             fixed,
             parameters,
@@ -352,15 +359,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """Return the number of bytes that were asked for, if the message has it."""
+    """Return the number of bytes that were asked for, or None if the message does not name it."""
     found = _ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def find_place(error: BaseException) -> Place:
-    """Return where memory was asked: the innermost line outside of torch and tutti.
+    """Return the place that asked for memory: the innermost line outside of torch and tutti.
 
-    Without such a line, it is the innermost Python line. Backward has no Python line of its own.
+    If there is no such line, the place is the innermost Python line. Most operations of backward
+    run in C++, so they have no Python line.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [Path(frame.filename) for frame in frames]
@@ -371,7 +379,8 @@ def find_place(error: BaseException) -> Place:
         phase = _OPTIMIZER
     names = [frame.name for frame in frames]
     if "_engine_run_backward" in names:
-        # Frames inside of backward are recomputed forwards, or the backward of a Python function.
+        # Python frames inside of backward belong to a recomputed forward pass, or to the backward
+        # of a torch.autograd.Function.
         phase = _BACKWARD
         frames = traceback.StackSummary(frames[names.index("_engine_run_backward") + 1 :])
     if not frames:
@@ -409,7 +418,7 @@ def _function(frame: traceback.FrameSummary) -> str | None:
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this rank uses on its device, and those that it could still get."""
+    """Return the bytes that this rank uses on its device, and the bytes that it can still get."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)

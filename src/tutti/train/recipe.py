@@ -192,7 +192,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def read_recipe_and_ranks(name: str) -> tuple[Recipe, int | None]:
-    """Return a recipe, and the number of ranks that its file names.
+    """Return a recipe, and the number of ranks in its file, or None if the file has no number.
 
     In a file, `base = "gpt"` names the built-in recipe whose values the file changes, and
     `ranks = 2` is the default of --ranks. An unknown key is an error that suggests a known key.

@@ -1,8 +1,8 @@
 """Checks of a recipe by arithmetic, names and paths, without torch: they take milliseconds.
 
 The process that starts the ranks calls `check_recipe` first, so a recipe that cannot work is
-refused before a rank exists. Every rank calls it again, because a launcher such as torchrun starts
-ranks without that process.
+refused before a rank exists. Every rank also calls `check_recipe`, because ranks that torchrun
+starts have no such process.
 """
 
 import importlib.util
@@ -83,9 +83,10 @@ def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
 def check_model_and_data(
     recipe: Recipe, layout: Layout, rank_batch: int, device: str, *, weights: bool = True
 ) -> None:
-    """Raise UsageError if the model or the dataset cannot exist, or is larger than the memory.
+    """Raise UsageError if the model or the dataset does not exist, or is larger than the memory.
 
-    `weights` is False for a trained run, which has its weights in checkpoints.
+    If `weights` is False, the folder of a Hugging Face model needs no weight files. This is used
+    for trained runs, which have their weights in checkpoints.
     """
     check_numbers(recipe)
     check_model(recipe, weights=weights)
@@ -97,8 +98,8 @@ def check_model_and_data(
 def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
     """Raise UsageError if a size of the model differs from the size that the dataset determines.
 
-    sizes: sizes of the dataset, by their name in the architecture. For text, a model may have more
-    tokens and longer sequences than the dataset.
+    sizes: maps the name of a field of the architecture to the size in the dataset. A text model may
+    have a larger vocabulary and a longer context than the dataset.
     """
     for name, size in sizes.items():
         value = getattr(recipe.architecture, name, size)
@@ -116,7 +117,7 @@ def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
 
 
 def check_flags_have_effect(recipe: Recipe, base: Recipe, benchmark: bool) -> None:
-    """Refuse values that differ from those in `base` and that the recipe does not use."""
+    """Raise UsageError if a value differs from the value in `base` but has no effect."""
     for name, condition in unused_fields(recipe, benchmark).items():
         for section in fields(recipe):
             value, before = (getattr(getattr(r, section.name), name, None) for r in (recipe, base))
@@ -193,7 +194,7 @@ def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
 
 
 def check_model(recipe: Recipe, *, weights: bool = True) -> None:
-    """Raise UsageError if there is no such model, or if it does not fit the recipe."""
+    """Raise UsageError if the model does not exist, or if it does not fit the recipe."""
     model = recipe.model
     if model == "own":
         raise UsageError("--recipe own needs your model: add --model package.module:function")
@@ -241,7 +242,7 @@ def _check_init_from(recipe: Recipe) -> None:
 
 
 def _check_hugging_face(recipe: Recipe, source: str, name: str, weights: bool) -> None:
-    """Check the folder, and that it fits the dataset and the layout, as far as config.json says."""
+    """Check the package and the folder of the model, and that config.json fits the dataset."""
     try:
         check_source(source, name, weights=weights)
         folder = read_folder(name, weights=weights) if source == "hf" else None
@@ -380,7 +381,7 @@ def _dataset_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def check_function(path: str, flag: str, known: tuple[str, ...]) -> None:
-    """Raise UsageError unless `package.module:function` can exist. Imports nothing."""
+    """Raise UsageError if `package.module:function` certainly does not exist. Imports nothing."""
     module, colon, name = path.partition(":")
     if not colon:
         hint = did_you_mean(path, known)
@@ -432,7 +433,7 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
     """Refuse parameters or inputs that alone are larger than the memory of this machine."""
     data, config = recipe.data, recipe.architecture
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needs: dict[str, int] = {}  # bytes by description; a parameter has 4 bytes, a token has 8
+    needs: dict[str, int] = {}  # description → bytes (4 per parameter or pixel, 8 per token)
     if recipe.model in RECIPES:
         needs["the parameters, which the model's sizes determine,"] = (
             4 * _min_parameters(config, data.pixels) * layout.dp
@@ -456,7 +457,7 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
 
 
 def _min_parameters(config: Architecture, pixels: int) -> int:
-    """Return the number of parameters, or without a formula that of the largest layers."""
+    """Return a lower bound of the number of parameters; for a GPT, it is the exact number."""
     if isinstance(config, GPTConfig):
         return config.parameters()
     if isinstance(config, LeNetConfig):
@@ -474,7 +475,7 @@ def _min_parameters(config: Architecture, pixels: int) -> int:
 
 
 def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
-    """Check that tp divides a built-in model and that pp has enough layers.
+    """Check that tp divides the sizes of a built-in model, and that the model has enough layers.
 
     A user's own model is checked after it is built.
     """
@@ -489,7 +490,7 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
         return
     if not isinstance(config, GPTConfig):
         if layout.tp == 1 and isinstance(config, WideResNetConfig):
-            return  # cut at its blocks
+            return  # pp cuts a WideResNet between its blocks
         axis = "tp" if layout.tp > 1 else "pp"
         reason = "has no layers that tp can split" if axis == "tp" else "cannot be cut into stages"
         raise UsageError(
@@ -500,19 +501,19 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
         check_divides(layout.tp, config.heads, "heads")
         check_divides(layout.tp, config.key_value_heads, "key and value heads (--kv-heads)")
         check_divides(layout.tp, config.hidden, "hidden values of the MLP (--mlp-dim)")
-        # Token files may have more tokens.
+        # The vocabulary of token files is not checked, because it is not known yet.
         if dataset_kind(recipe.data.dataset) in (*_BYTE_DATASETS, "synthetic"):
             vocabulary = max(config.vocab_size, sizes.get("vocab_size", 0))
             check_divides(layout.tp, vocabulary, "tokens of the vocabulary (--vocab-size)")
         if parallel.sequence_parallel and "max_seq_len" in sizes:
             check_sequence(layout.tp, recipe.data.seq_len)
     if layout.pp > 1:
-        layers = config.layers + 3  # the embedding, the final norm and the head are layers, too
+        layers = config.layers + 3  # embedding, final norm and head count as layers of a stage
         check_stages(layers, layout.pp, parallel.virtual_stages)
 
 
 def _check_hugging_face_layout(recipe: Recipe, layout: Layout) -> None:
-    """Check the numbers of heads and layers that config.json names. Other sizes come later."""
+    """Check the numbers of heads and layers in config.json. The built model is checked later."""
     folder = read_folder(recipe.model.partition(":")[2], weights=False)
     config, file = folder.config, folder.path / "config.json"
     for names, unit in (
@@ -524,5 +525,5 @@ def _check_hugging_face_layout(recipe: Recipe, layout: Layout) -> None:
                 check_divides(layout.tp, config[name], f"{unit} ({name} in {file})")
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     if layout.pp > 1 and isinstance(layers, int):
-        # The embedding, and the final norm with the head, are two more units.
+        # Besides the layers, there are two parts: the embedding, and the final norm with the head.
         check_stages(layers + 2, layout.pp, recipe.parallel.virtual_stages)

@@ -34,8 +34,9 @@ class RunDirectory:
         self.model = path / "model"  # files of --model hf:FOLDER, without weights
 
     def check(self, resume: bool) -> None:
-        """Raise UsageError if the run exists (or, with `resume`, does not exist), or if the
-        directory cannot be written. Nothing is changed on the disk.
+        """Raise UsageError if the run cannot use this directory. Nothing is changed on the disk.
+
+        A new run needs a new or empty directory. With `resume`, the directory must contain a run.
         """
         try:
             self._check(resume)
@@ -65,7 +66,7 @@ class RunDirectory:
             raise UsageError(f"--out {self.path} {reason}: choose another directory") from None
 
     def copy_model_files(self, model: str) -> None:
-        """Copy the configuration and tokenizer of --model hf:FOLDER, so that exports have them."""
+        """Copy the configuration and tokenizer of --model hf:FOLDER, for export and prediction."""
         source = split_source(model)
         if source and source[0] == "hf" and Path(source[1]).resolve() != self.model.resolve():
             try:
@@ -111,7 +112,7 @@ def step_name(step: int) -> str:
 
 
 def saved_steps(directory: str | Path) -> list[int]:
-    """Return the steps with a complete checkpoint, oldest first. Nothing is verified."""
+    """Return the steps with a complete checkpoint, oldest first. Files are not verified."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -120,7 +121,10 @@ def saved_steps(directory: str | Path) -> list[int]:
 
 
 def read_trained_run(path: Path, step: int | None) -> Recipe:
-    """Return the recipe of a run. Raise UsageError if there is no checkpoint (of `step`)."""
+    """Return the recipe of a run. Raise UsageError if the run has no checkpoint, or none of `step`.
+
+    If `step` is None, any checkpoint is enough.
+    """
     if not (path / "recipe.toml").is_file():
         problem = "has no recipe.toml" if path.is_dir() else "does not exist"
         raise UsageError(f"--run {path} {problem}: give the --out directory of tutti train")
@@ -132,7 +136,7 @@ def read_trained_run(path: Path, step: int | None) -> Recipe:
         raise UsageError(f"{path} has no checkpoint of --step {step}: use {existing}")
     recipe = read_recipe(str(path / "recipe.toml"))
     if recipe.model.startswith("hf:") and (path / "model").is_dir():
-        recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the folder may have moved
+        recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the original folder may have moved
     return recipe
 
 
@@ -180,10 +184,10 @@ def csv_of(metrics: Path) -> str:
 
 
 class Metrics:
-    """Writes one JSON line per step and rank to the run directory, and TensorBoard on request.
+    """Writes JSON lines to one file per rank and, on request, TensorBoard files.
 
     A full disk does not end the training: lines that could not be written are written later.
-    `failed` has the reasons why lines, or TensorBoard files, are missing.
+    `failed` maps each incomplete file to the reason why lines are missing.
     """
 
     def __init__(self, directory: Path, rank: int, tensorboard: Path | None = None) -> None:
@@ -240,7 +244,7 @@ class Metrics:
                     while rest:
                         rest = rest[file.write(rest) :]
                 except OSError:
-                    file.truncate(end)  # the next line must not follow a part of a line
+                    file.truncate(end)  # do not leave a part of a line in the file
                     raise
         except OSError as error:
             self.failed[str(self.path)] = error.strerror or str(error)

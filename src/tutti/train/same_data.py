@@ -1,4 +1,4 @@
-"""The same data on every rank: seeds before a dataset is made, and a comparison over ranks.
+"""The same data on every rank: a seed for the user's dataset function, and a check over ranks.
 
 Every rank makes the dataset itself. If a random split or a random tensor differed between ranks,
 the ranks would train on samples of different datasets, without any error.
@@ -23,7 +23,7 @@ _COMPARED_SAMPLES = 8
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and Python, and restore their states later."""
+    """Seed the global generators of torch, numpy and Python; on exit, restore their states."""
     states = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -50,8 +50,9 @@ def check_same_samples(world: World, samples: Samples, seed: int) -> None:
 def describe_samples(samples: Samples, kind: str, seed: int) -> dict[str, int]:
     """Return the number of samples, and hashes of the inputs and targets of a few samples.
 
-    The samples are fetched twice, because random transforms may use generators of their own: inputs
-    that are not reproducible on one rank cannot be compared between ranks.
+    The samples are fetched twice with the same seeds. If the inputs differ, a transform uses a
+    generator that the seeds do not reach, so inputs cannot be compared between ranks and are left
+    out.
     """
     described = {f"{kind} samples": len(samples)}
     count = min(_COMPARED_SAMPLES, len(samples))
@@ -72,4 +73,5 @@ def describe_samples(samples: Samples, kind: str, seed: int) -> dict[str, int]:
 
 def _hash(value: Nested) -> int:
     hashes = [hash_tensor(tensor) for tensor in tensors_of(value)]
-    return hashes[0] if len(hashes) == 1 else hash(tuple(hashes))  # of ints: equal on all ranks
+    # The hash of a tuple of ints is the same in every Python process.
+    return hashes[0] if len(hashes) == 1 else hash(tuple(hashes))

@@ -1,6 +1,7 @@
 """One optimizer step (forward, backward, gradient sync, clip, update), and evaluation.
 
-Losses are sums (task.py), divided by the sum of weights in the whole step, over all ranks.
+The loss of a step is a sum over all samples of all ranks, divided by the sum of their weights (see
+task.py).
 
 A step does not wait for the device: no `.item()`, no branch on a tensor. The loss is returned as a
 tensor, and its value is read many steps later.
@@ -26,7 +27,7 @@ from tutti.train.task import Task
 from tutti.train.telemetry import StepTimer
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The autocast dtype of a precision; other precisions compute in the parameters' dtype."""
+"""Maps a precision to its autocast dtype. Other precisions compute in the parameters' dtype."""
 
 
 class Step:
@@ -53,7 +54,7 @@ class Step:
         self.clip = clip
         self.device = next(engine.model.parameters()).device
         self.autocast = AUTOCAST.get(compute.precision)
-        # Only the range of float16 is too small for gradients; a disabled scaler does nothing.
+        # Only float16 needs a loss scaler, because its range is too small for gradients.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self.timer = timer or StepTimer(self.device, own_time=False)
         self.memory = memory
@@ -67,7 +68,7 @@ class Step:
     def __call__(self, batch: Batch, measure_norm: bool = False) -> Tensor:
         """Update the parameters. Return this rank's part of the mean loss, on the device.
 
-        With clipping the gradient norm is always known, otherwise only with `measure_norm`.
+        Sets `grad_norm` if gradients are clipped or `measure_norm` is True, else sets it to None.
         """
         with self.memory.step() if self.memory else nullcontext():
             return self._step(batch, measure_norm)
@@ -77,10 +78,11 @@ class Step:
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
         # At the end of an epoch there may be fewer samples than microbatches. Microbatches that are
-        # empty on every rank are omitted. At least one rank has `largest` samples: the mean over
-        # ranks, rounded up.
+        # empty on every rank are omitted. `largest` is the mean number of samples per rank, rounded
+        # up, so at least one rank has this many samples.
         largest = -(-batch.global_count // mesh.layout.data_ranks)
-        # A microbatch's loss is weighted by its size over the global count, not by 1/accumulation.
+        # Microbatches may have different sizes. Therefore the sum of losses of a microbatch is
+        # divided by the count of the whole step, and not by its own size × accumulation.
         sizes = even(batch.count, min(self.accumulation, largest))
         inputs = split_rows(as_model_dtype(batch.inputs, self.engine.model), sizes)
         targets = split_rows(as_loss_dtype(batch.targets, self.engine.model), sizes)
@@ -95,8 +97,9 @@ class Step:
             weights.append(weight)
             return loss / count
 
-        # autocast's cache would keep converted weights, with their graph, between microbatches.
-        # Backward also runs in this context, but uses the dtypes of forward.
+        # autocast's cache is disabled, because it would keep converted weights with their autograd
+        # graph from one microbatch to the next. Backward also runs in this context, but uses the
+        # dtypes of forward.
         autocast: AbstractContextManager[None] = nullcontext()
         if self.autocast is not None:
             autocast = torch.autocast(self.device.type, self.autocast, cache_enabled=False)
@@ -124,9 +127,10 @@ class Step:
         return loss
 
     def _divide_by_weights(self, loss: Tensor, weights: list[Tensor], samples: int) -> Tensor:
-        """Divide loss and gradients by the weights of all ranks, which forward has determined.
+        """Divide the loss and the gradients by the sum of weights over all ranks.
 
-        Backward has divided them by `samples` already.
+        The weights are known only after forward. Until now, the loss and the gradients have been
+        divided by `samples` instead.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight in weights if self.engine.reports_loss else []:
@@ -161,8 +165,8 @@ class Score:
 
     loss: float
     metric: float | None  # None: the task has no metric
-    count: int  # targets that are not ignored; for other losses than cross entropy, samples
-    name: str | None = "accuracy"  # of the metric
+    count: int  # cross entropy: targets that are not ignored; other losses: samples
+    name: str | None = "accuracy"  # name of the metric
 
     def describe(self) -> str:
         """Return the metric as text: a percentage if it is an accuracy."""
@@ -183,7 +187,7 @@ def evaluate(
     model, device = engine.model, engine.world.device
     was_training = [module for module in model.modules() if module.training]
     model.eval()
-    # Sums of: losses, their weights, values of the metric, their weights, targets or samples.
+    # The five sums: losses, weights of losses, metric values, weights of metric values, count.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     for batch in loader.stream(epochs=1):
         targets = as_loss_dtype(batch.targets, model)
@@ -196,7 +200,7 @@ def evaluate(
         found += task.metric_sums(outputs, targets) if task.metric_name else [found[1]] * 2
         sums[:4] += torch.stack([value.double() for value in found])
         sums[4] += task.count(targets) if task.loss == "cross_entropy" else batch.count
-    for module in was_training:  # not model.train(): the user may have frozen some modules
+    for module in was_training:  # model.train() would also change modules that the user froze
         module.training = True
     all_reduce(sums)
     loss, loss_weight, metric, metric_weight, count = sums.tolist()

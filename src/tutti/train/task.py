@@ -1,8 +1,9 @@
 """The task of a run: its loss and its metric, as sums over samples that add up over all ranks.
 
-A mean over each rank's own samples would give the samples of a rank with fewer samples a larger
-weight. Therefore a loss is a pair of sums: of the losses, and of their weights. The loss of a step
-is the sum of losses over all ranks, divided by the sum of weights over all ranks.
+If each rank computed the mean over its own samples, a sample on a rank with fewer samples would
+have a larger weight. Therefore a loss is a pair: the sum of losses, and the sum of their weights.
+The loss of a step is the sum of losses over all ranks, divided by the sum of weights over all
+ranks.
 """
 
 import inspect
@@ -41,7 +42,8 @@ class Task:
     metric: str = "accuracy"
     """--metric."""
     shifts_labels: bool = False
-    """--loss model: outputs are compared with the next label, as in causal language models."""
+    """With --loss model: whether the model compares the output at a position with the label of the
+    next position, as causal language models do."""
     own_loss: TaskFunction | None = None
     """The function of --loss module:function."""
     own_metric: TaskFunction | None = None
@@ -54,13 +56,13 @@ class Task:
 
     @property
     def weights_from_loss(self) -> bool:
-        """Whether only the loss function knows the weights of a batch, after forward."""
+        """Whether the weights of a batch are known only after the loss has been computed."""
         return self.own_loss is not None or self.loss == "model"
 
     def model_inputs(self, inputs: Nested, targets: Nested, model: nn.Module) -> Nested:
-        """Return the arguments of forward: with --loss model, these include the targets.
+        """Return the arguments of forward. With --loss model, the targets are also arguments.
 
-        A dict of targets is passed by its keys, other targets as `labels`.
+        The keys of a dict of targets are argument names. Other targets are passed as `labels`.
         """
         if self.loss != "model":
             return inputs
@@ -111,8 +113,8 @@ class Task:
     ) -> Tensor | int:
         """Return the sum of weights of a whole step over all ranks, as known before forward.
 
-        The number follows from the number of samples. Only with padding do ranks sum their counts
-        in a collective.
+        Without padding, this sum is computed from the number of samples. With padding, the ranks
+        add their counts in a collective.
         """
         if self.loss != "cross_entropy":
             return global_samples
@@ -132,7 +134,11 @@ class Task:
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _model_loss(self, outputs: Any, targets: Nested) -> Sums:
-        """Return the loss in the outputs, a mean, times the number of targets in this mean."""
+        """Return the sums of losses and weights. The model's loss is a mean over `weight` targets.
+
+        For labels of tokens, `weight` is the number of labels that are not ignored. Otherwise, it
+        is the number of samples.
+        """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         loss = getattr(outputs, "loss", None) if loss is None else loss
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -175,7 +181,8 @@ def _wide(values: Tensor) -> Tensor:
 def _sums(result: Any, samples: int, flag: str) -> Sums:
     """Check the shape of the result of a loss or metric function, and return its sums.
 
-    Without weights, the value of a sample is the mean over its elements, and its weight is 1.
+    If the function returns no weights, the value of a sample is the mean over its elements, and its
+    weight is 1.
     """
     if isinstance(result, tuple | list) and len(result) == 2:
         values, weights = result

@@ -30,11 +30,11 @@ from tutti.world.world import World
 _SYNC_SECONDS = 1.0
 _MAX_SYNC_STEPS = 1000
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A launcher such as torchrun forwards Ctrl-C to ranks that have received it from the terminal. A
-# SIGINT within this time of the first signal is the same Ctrl-C.
+# Ranks receive Ctrl-C from the terminal, and a launcher such as torchrun forwards it to them again.
+# A SIGINT within this time after the first signal counts as the same Ctrl-C.
 _SAME_SIGNAL_SECONDS = 1.0
 
-# At most this many steps are measured between two status syncs, to keep fast steps fast.
+# At most this many steps are measured between two status syncs, because measuring takes time.
 MAX_MEASURED = 20
 _autograd_engine: Any = torch.autograd.Variable._execution_engine
 
@@ -60,9 +60,10 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
-        """If `own_time`, measure own times; ranks must wait for each other only after backward.
+        """If `own_time`, measure own times; if `forward_time`, measure forward passes.
 
-        If `forward_time`, also measure forward passes, for --split measured.
+        Own times are only valid if ranks wait for each other after backward and nowhere else.
+        Forward times are needed for --split measured.
         """
         self._device, self._measures_own_time, self._measures_forward = (
             device,
@@ -92,14 +93,14 @@ class StepTimer:
         self._forwards.append((began, self._mark()))
 
     def before_last_backward(self, loss: Tensor) -> None:
-        """Call this before the last backward pass of a step, so that its end is recorded."""
+        """Arrange that the end of the next backward pass, the last of the step, is recorded."""
         if self._began is not None:
             # The first node of backward queues this callback, so the callback runs before DDP's
             # own callback, which waits for the other ranks.
             loss.register_hook(lambda _: _autograd_engine.queue_callback(self._end_backward))  # type: ignore[no-untyped-call]
 
     def gradients_ready(self) -> None:
-        """Call this when the gradients are summed over ranks: the next step's own time begins."""
+        """Record that the gradients are summed over ranks: the next step's own time begins."""
         if self._began is not None:
             self._measured.append((self._step, self._began, self._backward_ended))
         self._step += 1
@@ -108,15 +109,16 @@ class StepTimer:
             self._began = self._mark()
 
     def take(self) -> list[tuple[int, float]]:
-        """Return (step since `begin`, own seconds) of each measured step; NaN if unknown.
+        """Return (step since `begin`, own seconds) of each measured step.
 
-        Waits for the device, unless the losses of these steps have been read.
+        The seconds are NaN if they are unknown. This method waits for the device, unless the losses
+        of these steps have been read.
         """
         taken, self._measured = self._measured, []
         return [(step, _seconds(began, ended)) for step, began, ended in taken]
 
     def take_forward_seconds(self) -> float:
-        """Return the seconds of forward passes since the last call; waits until they have ended.
+        """Return the seconds of forward passes since the last call. Waits until they have ended.
 
         Backward passes are not included, because they end only when the gradients of the slowest
         rank have arrived.
@@ -194,14 +196,14 @@ class StatusSync:
         self.timer.begin(self.next_at - self._first)
 
     def sync(self, rank_samples: int) -> Status:
-        """Exchange the status. Only this method of the training loop waits for the device."""
+        """Exchange the status. In the training loop, only this method waits for the device."""
         losses = torch.cat(self._losses).double().tolist() if self._losses else []
         now = time.perf_counter()
         own_times = self.timer.take()
         steps = len(losses)
         nonfinite = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        # One vector, summed over all ranks: common values, then one slot per rank, which is zero
-        # on the other ranks.
+        # All values are in one vector, which is summed over all ranks. It has the common values,
+        # then one slot per rank. Each rank fills its own slot and leaves the other slots zero.
         common = [loss if math.isfinite(loss) else 0.0 for loss in losses] + [
             float(self._stop_since is not None)
         ]
@@ -216,7 +218,7 @@ class StatusSync:
         total = torch.tensor(common + slots, dtype=torch.float64)
         comm.all_reduce(total)
         values = total.tolist()
-        # The i-th value in the slots of all ranks.
+        # Each of these tuples has one value per rank.
         nonfinite_steps, rates, seconds, *own_seconds = (
             tuple(values[steps + 1 + i :: len(slot)]) for i in range(len(slot))
         )
@@ -251,14 +253,17 @@ class StatusSync:
                 hint = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
                 os.write(2, f"{text}{hint}\n".encode())
         elif number == signal.SIGINT and now - self._stop_since > _SAME_SIGNAL_SECONDS:
-            # Not KeyboardInterrupt, which would wait for the thread that writes the checkpoint.
+            # os._exit is used, because KeyboardInterrupt would wait for the checkpoint's thread.
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h")  # show the cursor, which the progress bar has hidden
             os._exit(128 + signal.SIGINT)
 
 
 class Throughput:
-    """Computes samples and tokens per second and MFU, without the first sync (warm-up)."""
+    """Computes samples per second, tokens per second and MFU. Leaves out the first sync (warm-up).
+
+    MFU is model FLOPs utilisation: achieved FLOP per second / peak FLOP per second of the devices.
+    """
 
     def __init__(self, world: World, precision: str, architecture: Any, seq_len: int) -> None:
         self._world, self._seq_len = world, seq_len
@@ -318,7 +323,7 @@ _QUIET_STEPS = 1000  # steps between two warnings
 
 
 class Stragglers:
-    """Computes every rank's waiting time, and warns about ranks that the others wait for."""
+    """Computes every rank's waiting time, and warns about ranks for which other ranks wait."""
 
     def __init__(self, first_step: int) -> None:
         self._first = first_step
@@ -404,7 +409,7 @@ class ProgressReport:
             self._next_line = time.monotonic() + _LINE_SECONDS
 
     def announce(self, text: str) -> None:
-        """Tell what begins after the last step that was shown."""
+        """Show what the run does next, for example an evaluation."""
         if self._bar is not None:
             self._bar.update(self._task, text=self._fitted(text))
         elif self._shown:

@@ -1,4 +1,4 @@
-"""The schedule of a run: batch sizes, number of steps and learning rates, derived with reasons."""
+"""The schedule of a run: batch sizes, number of steps and learning rates, each with its reason."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -85,7 +85,8 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
         ranks_text = f"{data_ranks} data ranks of {layout}"
     accumulation, accumulation_reason = batching.accumulation or 1, ""
     if batching.accumulation is None and layout.pp > 1:
-        # A pipeline with p ranks and m microbatches is idle for (p - 1) / (m + p - 1) of a step.
+        # A pipeline with p ranks and m microbatches is idle for a fraction (p - 1) / (m + p - 1) of
+        # a step: for m = 2 p, at most one third.
         stages = layout.pp * recipe.parallel.virtual_stages
         accumulation = max(2 * layout.pp, stages)
         accumulation_reason = f" (the larger of 2 × pp{layout.pp} and {stages} stages)"

@@ -2,7 +2,7 @@
 
     model.safetensors                 the weights; more than 5 GB are divided into several files
     model.safetensors.index.json      the file of each tensor, if there are several files
-    config.json, tokenizer.json, …    format hf: files of the model's folder
+    config.json, tokenizer.json, …    format hf: copied from the model's folder
     model.pt                          format state_dict: instead of safetensors, for torch.load
     README.md                         a model card with the recipe and the figures of the run
 
@@ -40,7 +40,7 @@ from tutti.world.errors import UsageError
 
 Format = Literal["safetensors", "hf", "state_dict"]
 _MAX_FILE_BYTES = 5_000_000_000
-_PREFIX = "model."  # of model tensors in a checkpoint
+_PREFIX = "model."  # begins the name of every model tensor in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Entry:
     """A tensor of the exported folder."""
 
     name: str
-    source: str  # its tensor in the checkpoint
+    source: str  # name of the tensor in the checkpoint
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -58,7 +58,7 @@ class _Entry:
 
 
 class Export:
-    """The export of one checkpoint: checked when it is created, written by `write`."""
+    """The export of one checkpoint. The constructor checks the arguments, `write` writes files."""
 
     def __init__(self, run: Path, step: int | None, to: Path, kind: Format | None) -> None:
         if not (run / "recipe.toml").is_file():
@@ -101,7 +101,10 @@ class Export:
     def _conversion(
         self, tensors: Mapping[str, Any]
     ) -> Callable[[str, Tensor], Mapping[str, Tensor]] | None:
-        """Return the conversion to the form in which transformers saves this model."""
+        """Return the function that converts a tensor to the tensors that transformers saves.
+
+        Return None if tensors are saved as they are in the model.
+        """
         try:
             folder = read_folder(self.side_files, weights=False)
             model = build_with_buffers(lambda: build_causal_lm(folder))
@@ -132,7 +135,7 @@ class Export:
             )
 
     def write(self) -> list[Path]:
-        """Write the folder. Return its files. If writing fails, nothing is left."""
+        """Write the folder. Return its files. If writing fails, the folder is removed."""
         temporary = self.to.absolute().with_name(f".{self.to.name}.{os.urandom(4).hex()}.tmp")
         try:
             temporary.mkdir(parents=True)
@@ -256,7 +259,7 @@ def _complete_checkpoint(directory: Path, step: int | None) -> tuple[Path, Index
 
 
 def _divide(entries: list[_Entry], limit: int) -> dict[str, list[_Entry]]:
-    """Divide the tensors into files of at most `limit` bytes, or of one larger tensor."""
+    """Divide the tensors into files of at most `limit` bytes. A larger tensor gets its own file."""
     groups: list[list[_Entry]] = []
     size = 0
     for entry in entries:
@@ -274,7 +277,10 @@ def _divide(entries: list[_Entry], limit: int) -> dict[str, list[_Entry]]:
 
 
 def _save_state_dict(source: Path, entries: list[_Entry], target: Path) -> None:
-    """Write a file for torch.load from a safetensors file, which stays on the disk (mapped)."""
+    """Write a file for torch.load from a safetensors file.
+
+    The safetensors file is memory-mapped, so that the weights need not fit into memory.
+    """
     content = np.memmap(source, dtype=np.uint8, mode="c")
     start = 8 + int.from_bytes(bytes(content[:8]), "little")
     tensors = {}

@@ -53,7 +53,7 @@ class Damaged(Exception):
 
 
 class Chunk(TypedDict):
-    """A box of a tensor, and the file and key under which its bytes are stored."""
+    """A box (rectangular part) of a tensor, and the file and key under which it is stored."""
 
     offsets: Sequence[int]
     sizes: Sequence[int]
@@ -81,8 +81,8 @@ class Index(TypedDict):
     ranks: int
     versions: dict[str, str]
     state: dict[str, Any]
-    # The optimizer's kind (class name), options of its groups, and values[parameter name][slot]:
-    # the numbers and strings in its state.
+    # "kind": class name of the optimizer. "groups": options of each parameter group. "values": maps
+    # parameter name and slot to the numbers and strings in the optimizer's state.
     optimizer: dict[str, Any] | None
     files: dict[str, dict[str, Any]]  # bytes and sha256 of each tensor file
     tensors: dict[str, SavedTensor]

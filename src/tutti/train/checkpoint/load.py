@@ -52,7 +52,8 @@ def print_on_rank_0(text: str) -> None:
 def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng: bool) -> Loaded:
     """Load a checkpoint in place. This function implements `Checkpoints.load`."""
     path, index = _newest_complete(directory, step)
-    # With tied parameters in a V-schedule, a rank has two tensors with the same name.
+    # In a pipeline V-schedule, a rank with tied parameters has two tensors with the same name.
+    # Therefore `tensors_to_read` is a list of pairs.
     saved, tensors_to_read = index["tensors"], state.model_tensors()
     targets = dict(tensors_to_read)
     _refuse_mismatch(path, index, targets, state.optimizer)

@@ -11,7 +11,7 @@ with the collectives of the training. A rank whose save fails removes the folder
 then find no folder, so their saves fail as well. The directory also contains:
 
     step-00000120.<hex>.tmp   a checkpoint that is being written or removed; never loaded
-    step-00000120.superseded  a checkpoint after the step that the run resumed from; never loaded
+    step-00000120.superseded  a checkpoint of a later step than the run resumed from; never loaded
     .writer                   the token of the run that writes to this directory
 """
 
@@ -202,8 +202,9 @@ class Checkpoints:
     def _create_folder(self, step: int) -> tuple[str | None, str | None]:
         """On rank 0, create the folder of a save. Return (name, None) or (None, error).
 
-        The first save makes this run the only writer: the save of an earlier run that is still
-        alive fails, because its folder is removed or `.writer` has another token.
+        The first save makes this run the only writer of the directory. If an earlier run is still
+        saving, its save fails, because this run has removed its folder or replaced its token in
+        `.writer`.
         """
         try:
             if not self._claimed:
@@ -324,7 +325,7 @@ class Checkpoints:
             self._prune(index["step"])
 
     def _prune(self, step: int) -> None:
-        """After `step` has been saved, keep only the newest of the checkpoints up to `step`.
+        """After `step` has been saved, keep only the newest `keep` checkpoints up to `step`.
 
         If a checkpoint of a later step exists, it is damaged, or it was written before the run
         resumed from an earlier step. It is renamed, because the next start must not load it.

@@ -4,8 +4,9 @@
     optimizer.<name>.<slot>    the optimizer's state of a parameter, such as exp_avg
     rng.<rank>.<generator>     random number generators of each rank
 
-Names are the names in the unwrapped model: DDP, DataParallel, torch.compile and activation
-checkpointing do not change names, so a checkpoint of one engine loads into another engine.
+<name> is the name in the unwrapped model. The prefixes that DDP, DataParallel, torch.compile and
+activation checkpointing add to names are removed, so a checkpoint of one engine loads into another
+engine.
 """
 
 import random
@@ -22,7 +23,7 @@ from tutti.train.checkpoint.format import DTYPES, SavedTensor
 from tutti.world.errors import UsageError
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-# Options that affect the implementation, but not the result. They keep the running program's value.
+# Optimizer options that affect the speed, but not the result. Loading does not change them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -105,7 +106,7 @@ class TrainingState:
     def restore_optimizer(
         self, options: Mapping[str, Any] | None, slots: Mapping[nn.Parameter, Mapping[str, Any]]
     ) -> None:
-        """Restore the optimizer's state through its own `load_state_dict`."""
+        """Restore the optimizer's state with `Optimizer.load_state_dict`."""
         if self.optimizer is None or options is None:
             return
         state = {}
@@ -139,7 +140,7 @@ class TrainingState:
         return parameters
 
     def _saved_name(self, name: str) -> str:
-        """Return a tensor's name in a checkpoint: without wrappers, and without aliases."""
+        """Return a tensor's name in a checkpoint: without wrappers, and with aliases replaced."""
         unwrapped = unwrapped_name(self.model, name)
         return self.aliases.get(unwrapped, unwrapped)
 
@@ -163,8 +164,8 @@ def _as_type_of(current: Any, saved: Any) -> Any:
 
 
 # Random number generators. The Mersenne Twister of Python and numpy has 624 words of 32 bits and a
-# position in these words. The saved tensor has two more values: whether a second normal number is
-# cached, and the bits of that number.
+# position in these words. Normal numbers are drawn in pairs, so the saved tensor has two more
+# values: whether the second number of a pair is cached, and the bits of the cached number.
 _TWISTER_WORDS = 624
 
 
