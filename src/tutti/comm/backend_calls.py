@@ -1,8 +1,9 @@
-"""Passes an operation to a torch process group: the wire form of its tensors, and the call.
+"""Converts tensors to a wire form that every backend can send, and calls torch's process groups.
 
-Backends do not support all dtypes of torch (int16, float8), differ for bool and complex, and need
-contiguous memory. So data that is only moved is sent as bytes; data that is reduced is converted to
-a dtype and reduction that give the same result on every backend.
+Backends do not support all dtypes of torch (for example int16 and float8), treat bool and complex
+differently, and need contiguous memory. Data that is only moved is therefore sent as bytes if some
+backend does not support its dtype. Data that is reduced is converted to a dtype and a reduction
+that give the same result on every backend.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ _ON_BOOL = {
     "bxor": "bxor",
 }
 # For each bitwise reduction, the reduction that gives the same result if each bit is sent as one
-# byte; the lowest bit of a sum is the xor.
+# byte. The xor of bits is the lowest bit of their sum.
 _ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
 
 # The pairs of dtype and reduction that need no conversion, so that the common case is one lookup.
@@ -46,15 +47,18 @@ UNCONVERTED = frozenset(
 def to_wire(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as every backend can send it: flat, and as bytes if necessary.
 
-    For a contiguous tensor the result shares its memory and can also be used as a receive buffer,
-    unless the tensor is a lazy conjugate or negative view.
+    If the tensor is contiguous and is not a lazy conjugate or negative view, the result shares the
+    tensor's memory and can also be used as a receive buffer.
     """
     flat = _resolved(tensor).contiguous().view(-1)
     return flat if flat.dtype in _SUPPORTED else flat.view(torch.uint8)
 
 
 def wire_buffer(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-    """Return a receive buffer for `out`, and a function that copies it to `out`, or None."""
+    """Return a receive buffer for `out`, and a function that copies the buffer to `out`.
+
+    The function is None if the buffer shares the memory of `out`.
+    """
     target = to_wire(out)
     if target.data_ptr() == out.data_ptr():
         return target, None
@@ -67,7 +71,7 @@ def wire_buffer(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
 
 
 class WireReduction:
-    """Converts tensors of one dtype to a form that one backend can reduce, and converts it back."""
+    """Converts tensors of one dtype to a form that a backend can reduce, and back."""
 
     def __init__(self, dtype: torch.dtype, op: str, backend: str) -> None:
         _check_reduction(dtype, op)
@@ -85,7 +89,7 @@ class WireReduction:
             self.reduction = _ON_BOOL[op] if dtype == torch.bool else op
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in wire form, in its own memory if possible, otherwise as a copy."""
+        """Return the wire form: a view of the tensor's memory if possible, otherwise a copy."""
         values = _resolved(tensor)
         if self.by_bits:
             integers = values.to(torch.uint8) if self.dtype == torch.bool else values
@@ -97,7 +101,10 @@ class WireReduction:
         return values.to(torch.int32) if self.widens else values.contiguous()
 
     def finish(self, wire: torch.Tensor, result: torch.Tensor, ranks: int) -> Finish | None:
-        """Return a function that converts the reduced wire form to the result, or None."""
+        """Return a function that converts the reduced wire form to `result`.
+
+        Return None if the reduced wire form already is the result.
+        """
         must_copy = wire.data_ptr() != result.data_ptr()
         if not must_copy and not self.divides:
             return None
@@ -163,15 +170,16 @@ _ALL_GATHER = "all_gather_single" if _new_names else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _new_names else "_reduce_scatter_base"
 _ALL_TO_ALL = "all_to_all_single" if _new_names else "alltoall_base"
 
-# Backends read options and never write them, so all calls with the same key share one object.
+# Backends never change options, so all calls with the same key share one options object.
 _options_cache: dict[tuple[str, bool, str, int], Any] = {}
 
 
 def issue(call: "Operation", asynchronous: bool) -> Any:
     """Pass the operation to torch and return its Work, or None if the operation is complete.
 
-    Only this function calls torch's process groups, through their methods. The functions of
-    torch.distributed take ranks of the world, not of the group, and cost several microseconds.
+    No other function starts operations on torch's process groups. This function calls the methods
+    of the process group, because the functions of torch.distributed expect ranks of the world
+    instead of the group, and add several microseconds per call.
     """
     kind, group = call.kind, call.comm_group.process_group
     if kind == "send":
@@ -197,7 +205,7 @@ def issue(call: "Operation", asynchronous: bool) -> Any:
     if kind == "all_to_all":
         ins, outs = call.splits or ([], [])
         return getattr(group, _ALL_TO_ALL)(call.target, call.source, outs, ins, options)
-    whole = call.target if kind == "gather" else call.source  # None if this is not the root
+    whole = call.target if kind == "gather" else call.source  # None if this rank is not the root
     parts = [] if whole is None else [list(whole.view(call.comm_group.size, -1).unbind(0))]
     if kind == "gather":
         return group.gather(parts, [call.source], options)  # type: ignore[list-item]

@@ -1,8 +1,9 @@
-"""Errors of collectives, which name the late ranks and their source lines, and debug mode.
+"""Errors of collectives, which name the late ranks and their source lines. Also: debug mode.
 
-A backend's own error names neither the operation nor the line that called the operation, and on
-gloo not even the rank that is missing. `collective_error` reads these from the ledgers of the ranks
-on this host. comm.debug(True) compares the calls of all ranks before anything is sent.
+The error of a backend does not name the operation or the line that called the operation. An error
+of gloo does not even name the missing rank. `collective_error` adds this information from the
+ledgers of the ranks on this host. comm.debug(True) compares the calls of all ranks before anything
+is sent.
 """
 
 import itertools
@@ -32,7 +33,10 @@ _NAMES_RANKS = re.compile(r"waiting for rank \d")
 def collective_error(
     call: Operation, seconds: float, error: Exception
 ) -> operation.CollectiveError:
-    """Return the error to raise for a backend's error, `seconds` after the operation began."""
+    """Return the exception that replaces a backend's error.
+
+    `seconds` is the time between the start of the operation and the backend's error.
+    """
     message = str(error).strip()
     name = f"{call} at {call.where}"
     if isinstance(error, RanksDiffer) or _DIFFERENCE.search(message):
@@ -74,7 +78,7 @@ def _missing(call: Operation, rank: int) -> str | None:
     process = _process_of(comm_group, rank)
     if isinstance(process, str):
         return process
-    if call.is_message:  # the counts cannot be compared, because a rank counts only its messages
+    if call.is_message:  # each rank counts only its own messages, so counts cannot be compared
         return f"has not called the matching send or recv ({_state(process, comm_group)})"
     in_group = [record for record in process.records if record.group_name == comm_group.name]
     collectives = [record for record in in_group if record.operation not in ("send", "recv")]
@@ -107,7 +111,7 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
 def _state(process: ProcessLedger, comm_group: CommGroup) -> str:
     """Return the last operation of a process in a group, and the location of its main thread.
 
-    `pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`
+    Example: `pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`
     """
     state = f"no operation yet in group {comm_group.label}"
     for last in process.records:  # oldest first
@@ -128,14 +132,15 @@ _compare_timeout = 60.0
 
 
 def debug(on: bool = True, *, timeout: float = 60.0) -> None:
-    """From now on, compare every collective between ranks before sending it. Call on every rank.
+    """Compare every later collective between ranks before it is sent. All ranks must call this.
 
     If ranks differ in the shape, the dtype or the operation, a call hangs, aborts or gives wrong
     numbers, depending on the backend. In debug mode a difference raises RanksDiffer. The ranks
     compare each call through the group's store, which is too slow for training. If a rank does not
     arrive within `timeout` seconds, the other ranks raise CollectiveTimeout, which names the source
-    line of the late rank. Sends and receives are not compared. The shm backend always compares
-    torch's own calls (for example by DDP); in debug mode its errors also name source lines.
+    line of the late rank. Sends and receives are not compared. The shm backend compares the calls
+    that torch makes (for example in DDP) even without debug mode. In debug mode, the errors of the
+    shm backend also name source lines.
     """
     global _compare_timeout
     _compare_timeout = timeout
@@ -149,7 +154,7 @@ def _call_site() -> str:
 
 
 def _compare_calls(calls: Sequence[Operation]) -> None:
-    """Compare operations that are sent together with the calls of the other ranks."""
+    """Compare the operations that this rank is about to send with the operations of other ranks."""
     by_group: dict[CommGroup, list[dict[str, Any]]] = {}
     for call in calls:
         if call.is_message:
@@ -167,7 +172,8 @@ def _compare_calls(calls: Sequence[Operation]) -> None:
             "where": call.where,
         }
         by_group.setdefault(call.comm_group, []).append(description)
-    # Publish the calls of all groups before waiting for any group: the order of groups may differ.
+    # Publish the calls of all groups before waiting for any group, because the order of the groups
+    # may differ between ranks.
     for comm_group, own_calls in by_group.items():
         comm_group.comparisons += 1
         comm_group.store.set(_key(comm_group, comm_group.rank), json.dumps(own_calls))
@@ -197,7 +203,8 @@ def _compare_in_group(comm_group: CommGroup, own_calls: list[dict[str, Any]]) ->
             "Call comm.debug(True) on every rank."
         ) from None
     calls_of_ranks = [json.loads(text) for text in comm_group.store.multi_get(keys)]
-    # All ranks have published this comparison, so all have read the previous one.
+    # All ranks have published their calls for this comparison, so all ranks have read the calls of
+    # the previous comparison, which can be deleted.
     comm_group.store.delete_key(_key(comm_group, comm_group.rank, back=1))
     no_call = {"operation": "no further call in this block", "shape": None, "where": ""}
     for compared in itertools.zip_longest(*calls_of_ranks, fillvalue=no_call):

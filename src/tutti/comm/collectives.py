@@ -1,9 +1,9 @@
 """The collectives: the same calls and the same results on gloo, shm and NCCL.
 
-Ranks (`root`, `to`, `source`) are ranks in the group, not in the world. All ranks of the group make
-every call except send and recv, in the same order. A call returns its result. With `wait=False`, it
-returns a Handle immediately. Tensors may be non-contiguous and of any dtype that torch has. The
-reductions are sum, mean, product, min, max, band, bor and bxor.
+Ranks (`root`, `to`, `source`) are ranks in the group, not in the world. Except for send and recv,
+all ranks of the group must make the same calls in the same order. A call returns its result. With
+`wait=False`, a call immediately returns a Handle. Tensors may be non-contiguous and of any dtype
+that torch has. The reductions are sum, mean, product, min, max, band, bor and bxor.
 """
 
 import math
@@ -104,7 +104,7 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
-    """Reduce over all ranks. Each rank gets its part of the result, split along dim 0."""
+    """Reduce over all ranks, and split the result along dim 0. Each rank gets one part."""
     comm_group = comm_group_of(group)
     result = _output(tensor, _part_shape(tensor, comm_group), out)
     form = WireReduction(tensor.dtype, op, comm_group.backend(tensor.device.type))
@@ -118,7 +118,7 @@ def reduce_scatter(
 def gather(
     tensor: Tensor, root: int = 0, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
-    """Concatenate the tensors of all ranks along dim 0 at the root. Return None elsewhere."""
+    """Concatenate the tensors of all ranks along dim 0 at the root. Other ranks get None."""
     comm_group = comm_group_of(group)
     result = target = finish = None
     if comm_group.check_rank("root", root) == comm_group.rank:
@@ -164,8 +164,9 @@ def all_to_all(
 ) -> Result:
     """Send each rank its part of the tensor, split along dim 0, and receive a part from each rank.
 
-    Parts are equal unless `in_splits` gives the number of rows for each rank. `out_splits` is the
-    number of rows from each rank. By default, the ranks exchange it in a small collective.
+    `in_splits[i]` is the number of rows to send to rank i. By default, all parts are equal.
+    `out_splits[i]` is the number of rows to receive from rank i. If only `in_splits` is given, the
+    ranks exchange these numbers in a small collective.
     """
     comm_group = comm_group_of(group)
     splits: tuple[list[int], list[int]] | None = None
@@ -186,7 +187,8 @@ def all_to_all(
     tensors = tensor, source, target, result
     call = Operation("all_to_all", comm_group, *tensors, tensor.nbytes, finish=finish)
     if splits is not None:
-        # The wire form is flat, and consists of bytes if the backends do not support the dtype.
+        # Convert the numbers of rows to numbers of elements of the wire form, which is flat and may
+        # consist of bytes.
         row = math.prod(tensor.shape[1:]) * (tensor.itemsize // source.itemsize)
         call.splits = [part * row for part in splits[0]], [part * row for part in splits[1]]
     return perform(call, wait)
@@ -195,7 +197,7 @@ def all_to_all(
 def send(
     tensor: Tensor, to: int, tag: int = 0, *, group: Group = None, wait: bool = True
 ) -> Result:
-    """Send a tensor to one rank, which must receive it."""
+    """Send a tensor to rank `to`, which must call recv."""
     comm_group = comm_group_of(group)
     _check_peer("to", to, comm_group)
     tensors = tensor, to_wire(tensor), None, None
@@ -208,7 +210,8 @@ def recv(
 ) -> Result:
     """Receive a tensor from one rank into `out`, which is also returned.
 
-    source=None receives from any rank (not on NCCL). The Handle's `source` is then the sender.
+    With source=None, the tensor may come from any rank, and `Handle.source` is the sender's rank.
+    NCCL does not support source=None.
     """
     comm_group = comm_group_of(group)
     if source is not None:
@@ -227,7 +230,8 @@ def barrier(*, group: Group = None, wait: bool = True) -> Result:
 def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
     """Return the tensors of all ranks, in rank order. Their sizes along dim 0 may differ.
 
-    Two collectives are needed: one for the lengths, one for the rows, padded to the longest length.
+    The function uses two collectives. The first one exchanges the lengths. The second one exchanges
+    the rows, padded to the longest length.
     """
     comm_group = comm_group_of(group)
     if tensor.dim() == 0:
@@ -327,7 +331,7 @@ def _checked_splits(
 
 
 def _require_outside_group(call: str) -> None:
-    """Raise UsageError inside a comm.group() block, where nothing is sent before its end."""
+    """Raise UsageError inside a comm.group() block, which sends nothing before it ends."""
     if current_block.get() is not None:
         raise UsageError(
             f"{call} needs values from other ranks before it can return, but inside comm.group() "

@@ -19,9 +19,10 @@ from tutti.comm.operation import Handle, Operation, current_block, send
 from tutti.world.errors import UsageError
 from tutti.world.exchange import name_ranks
 
-# Above this size the fixed cost of a message is small, and packing costs more than it saves.
+# Operations of more bytes are sent separately: for large messages, the fixed cost is relatively
+# small, and packing costs more than it saves.
 SMALL_BYTES = 256 << 10
-# A flat message grows to about this size; then another message is started.
+# Maximum size of a flat message in bytes. Further operations are packed into another message.
 _FLAT_BYTES = 8 << 20
 
 _MOVES = ("broadcast", "all_gather")
@@ -32,7 +33,7 @@ _COALESCED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter
 
 
 class BlockAbandoned(operation.CollectiveError):
-    """Another rank left the block with an exception, so no rank sent anything."""
+    """Another rank left the comm.group() block with an exception, so no rank sent anything."""
 
 
 @dataclass
@@ -55,17 +56,17 @@ class Summary:
 class group:
     """Collect the operations called in a `with` block and send them in few messages at its end.
 
-    Inside the block nothing is sent. Results, and handles from `wait=False`, are valid after the
-    block. No operation may use memory that another operation in the block writes. On the CPU,
-    operations of up to `small` bytes that have the same kind, group and reduction are sent in one
-    flat message. On NCCL, operations of one kind form one NCCL group. Operations in a nested block
-    are sent at the end of the outermost block.
+    Inside the block nothing is sent. Results, and handles of calls with `wait=False`, are valid
+    after the block. No operation may use memory that another operation in the block writes. On the
+    CPU, operations of up to `small` bytes that have the same kind, group and reduction are sent in
+    one flat message. On NCCL, operations of one kind form one NCCL group. Operations in a nested
+    block are sent at the end of the outermost block.
 
     If the block raises on this rank, this rank sends none of its operations; the other ranks then
-    wait until their timeout, or until the job ends. With agree=True all ranks of the world first
-    exchange, in one tiny message, whether they completed the block: if a rank did not, the others
-    raise BlockAbandoned, and no rank sends anything. The block's `summary` has the number of
-    messages.
+    wait until their timeout, or until the job ends. With agree=True, all ranks of the world first
+    tell each other, in one small message, whether they completed the block. If a rank did not
+    complete the block, the other ranks raise BlockAbandoned, and no rank sends its operations.
+    After the block, `summary` contains the number of messages.
     """
 
     def __init__(self, *, agree: bool = False, small: int = SMALL_BYTES) -> None:
@@ -76,7 +77,7 @@ class group:
 
     @property
     def summary(self) -> Summary:
-        """The operations and messages that were sent. Valid after the outermost block has ended."""
+        """The numbers of sent operations and messages, valid after the outermost block."""
         return self._summary if self._outer is None else self._outer.summary
 
     def add(self, call: Operation, wait: bool) -> Any:
@@ -205,8 +206,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
-    # (end, operation number) of the span with the highest end so far: `furthest` among all spans,
-    # `written` among the spans that an operation writes.
+    # Both variables are (end, operation number) of the span with the highest end so far. `furthest`
+    # considers all spans, `written` only the spans that an operation writes.
     furthest = written = (0, -1)
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):
@@ -254,7 +255,7 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
 
 @torch.no_grad()
 def _pack(batch: Sequence[Operation]) -> Operation:
-    """Return one operation that replaces the batch. `_unpack` distributes its result."""
+    """Return one operation that replaces the batch. `_unpack` copies its result to the batch."""
     first = batch[0]
     size, is_root = first.comm_group.size, first.root == first.comm_group.rank
     source = None

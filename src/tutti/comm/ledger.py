@@ -2,14 +2,15 @@
 
 Every call of tutti.comm is written to a ring of entries, one ring per process group, in a memfd
 named "tutti-ledger:LABEL". Another process can read the memfd through /proc/PID/fd, even if this
-process hangs. Times are nanoseconds of CLOCK_MONOTONIC, unless named realtime. This module does not
-import torch.
+process hangs. Times are in nanoseconds of CLOCK_MONOTONIC, except for fields that are marked as
+realtime. This module does not import torch.
 
-There is one layout and one reader (`read_process`), but there are two writers, this module and
-shm/core/ledger.c, because neither sees all operations. Operations on gloo and NCCL never reach the
-C core, which does not exist on a machine without a compiler. Calls of torch.distributed on the shm
-backend (by DDP or FSDP) never reach tutti.comm, and peers read the core's entries in C while they
-hold no Python lock. An operation that both have written is shown once (`_is_within`).
+Ledgers have one layout and one reader (`read_process`), but two writers: this module and
+shm/core/ledger.c. Neither writer sees all operations. Operations on gloo and NCCL never reach the C
+core, which does not exist on a machine without a compiler. Calls of torch.distributed on the shm
+backend (for example by DDP or FSDP) never reach tutti.comm. In addition, the C code of peers reads
+the core's entries without holding the GIL. If both writers have recorded an operation, the reader
+shows the operation once (`_is_within`).
 """
 
 import atexit
@@ -32,8 +33,8 @@ from typing import Any
 from tutti.comm.shm import native
 from tutti.machine.environment import boot_id
 
-# Operations, dtypes and reductions are those of the enums in shm/core/tutti_shm.h, under the names
-# that torch and tutti.comm use.
+# The operations, dtypes and reductions of the enums in shm/core/tutti_shm.h, in the same order. The
+# names are those of torch and tutti.comm.
 KINDS = native.KINDS
 _TORCH_NAMES = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
 DTYPES = tuple(  # the last name, bytes, stands for every other dtype
@@ -116,7 +117,7 @@ class GroupLedger:
         self._words = memoryview(memory).cast("B").cast("q")
 
     def detach(self) -> None:
-        """In a forked child, replace the parent's memory by memory that no reader opens."""
+        """In a forked child, replace the parent's memory with memory that no reader opens."""
         os.close(self._file)
         self._file = -1
         self._map(mmap.mmap(-1, _BYTES))
@@ -141,7 +142,8 @@ os.register_at_fork(after_in_child=_detach_all)
 def process_address() -> dict[str, Any]:
     """Return the values with which another process finds the ledgers of this process.
 
-    `machine` names the running system and its PID namespace: each container has its own namespace.
+    `machine` identifies the running system and the PID namespace, because containers on one host
+    have different PID namespaces.
     """
     machine = f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
     return {"host": os.uname().nodename, "machine": machine, "pid": os.getpid()}
@@ -153,7 +155,7 @@ def is_on_this_machine(address: Mapping[str, Any]) -> bool:
 
 
 def _clipped(text: str, limit: int) -> bytes:
-    """Return the text in fewer than `limit` bytes. A longer text loses its beginning."""
+    """Return the text as fewer than `limit` bytes. The beginning of a longer text is cut off."""
     raw = text.encode(errors="replace")
     return raw if len(raw) < limit else "…".encode() + raw[-(limit - 4) :]
 
@@ -164,8 +166,9 @@ _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _LOCATION_SECONDS = 1.0
 
-# Keys are the ids of code objects. Values are the code object, which must stay alive so that its id
-# is not reused, and the texts of its lines (None for code of tutti.comm or torch).
+# Keys are the ids of code objects. Values are the code object and the call-site text of each of its
+# lines (None for code of tutti.comm or torch). The code object is stored to keep it alive, so that
+# its id is not reused.
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
 _location_writers: dict[str, Callable[[str], None]] = {}
 # The pid of the process in which the recording thread runs. A forked child has no such thread.
@@ -240,9 +243,10 @@ def _record_locations(end: threading.Event) -> None:
 def _stop_recording(process: int, end: threading.Event, thread: threading.Thread) -> None:
     """End the thread before the interpreter is finalized.
 
-    The thread holds the frames of the main thread for a moment, and may be the last to release the
-    local variables in them. The destructor of a process group gives up the GIL. Taking it again
-    during finalization ends the thread inside the destructor, which aborts the process.
+    The thread briefly holds the frames of the main thread, so it may drop the last reference to a
+    process group in these frames. The destructor of a process group releases the GIL. If the thread
+    takes the GIL again during finalization, Python ends the thread inside the destructor, which
+    aborts the process.
     """
     if process == os.getpid():  # a forked child has the handler, but not the thread
         end.set()
@@ -256,7 +260,7 @@ _MEMFD = re.compile(r"/memfd:(tutti-ledger|tutti-shm):(.*) \(deleted\)")
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """One operation of one process. Ages are in seconds before the ledger was read."""
+    """One operation of one process. Ages refer to the time when the ledger was read."""
 
     operation: str
     group: str  # the label that is shown to users
@@ -281,7 +285,7 @@ class ProcessLedger:
     """The contents of all ledgers of one process."""
 
     pid: int
-    rank: int  # the rank in the default group, else in the largest group that has a ledger
+    rank: int  # in the default group, or in the largest group if the default group has no ledger
     size: int
     location: str  # the last recorded location of the main thread
     location_age: float
@@ -295,14 +299,14 @@ class ProcessLedger:
 
 
 def processes() -> list[int]:
-    """Return all processes of this host whose ledgers can be read, by pid."""
+    """Return the sorted pids of all processes on this host whose ledgers can be read."""
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
     return [pid for pid in pids if any(True for _ in _ledger_files(pid))]
 
 
 def read_process(pid: int) -> ProcessLedger | None:
     """Return the contents of a process's ledgers, or None if there are none or access is denied."""
-    now = monotonic_ns()  # one time for all ledgers, because ages are compared
+    now = monotonic_ns()  # the same time for all ledgers, because ages are compared
     ledgers = [_read_ledger(pid, *file, now) for file in _ledger_files(pid)]
     found = [(label, ledger) for label, ledger in ledgers if ledger is not None]
     if not found:
@@ -322,7 +326,10 @@ def read_process(pid: int) -> ProcessLedger | None:
 
 
 def _is_within(record: OperationRecord, call: OperationRecord) -> bool:
-    """Return whether the shm backend wrote `record` for `call`, which has the call site."""
+    """Return whether the shm backend wrote `record` during `call`, for the same operation.
+
+    The reader then omits `record`, because only `call` has the call site.
+    """
     same = (record.operation, record.group_name) == (call.operation, call.group_name)
     began = record.age <= call.age
     ended = call.ended_ago is None or record.age >= call.ended_ago
@@ -345,7 +352,7 @@ def _read_ledger(
             magic, _, entries, rank, size, owner, *rest, name = _HEADER.unpack(head)
             _, _, ledger_at, entry_bytes, location_at, _ = rest
             if magic != _MAGIC or owner != pid or entry_bytes != _ENTRY.size:
-                return label, None  # a peer's segment that this process maps, or another version
+                return label, None  # the segment of a peer, or a layout of another version
             raw = b""
             for _ in range(6):  # if two reads differ, an entry was being written
                 before, raw = raw, os.pread(file.fileno(), entries * entry_bytes, ledger_at)
@@ -387,7 +394,7 @@ def _is_open_here(path: str) -> bool:
     except OSError:  # closed meanwhile
         return True
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that listed the directory
+        with contextlib.suppress(OSError):  # listdir has closed its own descriptor
             if os.path.samestat(status, os.stat(f"/proc/self/fd/{fd}")):
                 return True
     return False

@@ -40,7 +40,7 @@ class CollectiveError(RuntimeError):
 
 
 class CollectiveTimeout(CollectiveError):
-    """Ranks did not arrive in time. The message names them, the operation and their locations."""
+    """Ranks did not arrive in time. The message names the operation and each late rank's line."""
 
 
 class CollectiveMismatch(CollectiveError, RanksDiffer):
@@ -68,7 +68,7 @@ class CommGroup:
         self.messages = 0  # number of sends and receives that this rank has begun
         self.comparisons = 0  # number of comparisons of calls between ranks (debug mode)
         self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
-        self.has_symmetric_memory: bool | None = None  # whether CUDA has it, or None if not checked
+        self.has_symmetric_memory: bool | None = None  # None means not checked yet
         self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
         self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
 
@@ -87,7 +87,7 @@ class CommGroup:
         return store
 
     def backend(self, device_type: str) -> str:
-        """Return the name of the backend for tensors on this type of device: gloo, shm, nccl."""
+        """Return the name of the backend for this type of device, such as gloo, shm or nccl."""
         name = self._backends.get(device_type)
         if name is None:
             group = self.process_group
@@ -96,7 +96,7 @@ class CommGroup:
             else:  # a process group written in Python is its own backend
                 name = str(group.name())
             name = name.lower()
-            # torch 2.15 has three NCCL backends: nccl (its nccl-legacy), nccl2 and nccl-lazy.
+            # torch 2.15 has several NCCL backends, such as nccl2 and nccl-lazy.
             self._backends[device_type] = name = "nccl" if name.startswith("nccl") else name
         return name
 
@@ -107,14 +107,14 @@ class CommGroup:
 
     @property
     def control_device(self) -> torch.device:
-        """The device for a tensor of a few bytes. It is the CPU if the group has a CPU backend."""
+        """The device for small control data: the CPU if the group has a CPU backend."""
         types = self.device_types
         if not types or "cpu" in types:
             return torch.device("cpu")
         return torch.device(types.pop(), torch.accelerator.current_device_index())
 
     def check_rank(self, argument: str, rank: int) -> int:
-        """Return the rank if the group has it. Raise UsageError otherwise."""
+        """Return `rank` if it is a rank of the group. Raise UsageError otherwise."""
         if not 0 <= rank < self.size:
             raise UsageError(
                 f"{argument}={rank} must be a rank in group {self.label}, 0 to {self.size - 1}, "
@@ -225,7 +225,7 @@ compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
 def perform(operation: Operation, wait: bool) -> Any:
-    """Send the operation, now or at the end of its block, and return its result, or its Handle."""
+    """Send the operation, now or at the end of its comm.group(). Return its result or a Handle."""
     operation.site = ledger.call_site(sys._getframe(2))
     block = current_block.get()
     if block is not None:
@@ -268,7 +268,7 @@ def send(operation: Operation, wait: bool) -> Any:
 
 
 def record(operation: Operation, state: int) -> int:
-    """Count the operation and write it to the ledger and return its number there."""
+    """Count the operation, write it to the ledger, and return the number of its ledger entry."""
     comm_group, kind = operation.comm_group, _KIND_NUMBERS[operation.kind]
     if kind < _SEND:
         comm_group.collectives = sequence = comm_group.collectives + 1
@@ -286,7 +286,7 @@ def record(operation: Operation, state: int) -> int:
 
 
 def failed(operation: Operation, number: int, error: Exception) -> Exception:
-    """Return the error to raise for a backend's error. It names the line and the late ranks."""
+    """Return the exception that replaces a backend's error and names the late ranks."""
     from tutti.comm.collective_errors import collective_error
 
     seconds = operation.comm_group.ledger.seconds_since_begin(number)
@@ -309,7 +309,7 @@ class Handle:
         self.operation, self.work = operation, work
         self._number = number
         self._is_finished = False
-        self.cannot_wait = ""  # the reason, if its comm.group() block has not ended or has failed
+        self.cannot_wait = ""  # the reason, while the comm.group() block is open or if it failed
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
 
@@ -341,7 +341,7 @@ class Handle:
         return self.operation.result
 
     def is_done(self) -> bool:
-        """Return whether a wait would return at once (on CUDA, whether it has completed)."""
+        """Return whether wait() would return at once, or on CUDA whether the result is complete."""
         if self.cannot_wait:
             return False
         if self._event is not None:
@@ -352,7 +352,7 @@ class Handle:
         """Return the result as a torch Future, for DDP's communication hooks."""
 
         def complete(_: Any) -> torch.Tensor | None:
-            # Not work.wait(): some backends complete the future before the work itself.
+            # Do not call work.wait(), because some backends complete the future before the work.
             if self.operation.finish is not None:
                 self.operation.finish()
             self._is_finished = True
@@ -363,7 +363,10 @@ class Handle:
         return future
 
     def event(self) -> "torch.cuda.Event":
-        """Return a CUDA event that fires when the result is complete. No stream waits for it."""
+        """Return a CUDA event that fires when the result is complete.
+
+        The current stream does not wait for the event.
+        """
         if not self.operation.is_on_stream:
             raise UsageError("event() is for CUDA tensors. Use wait() on the CPU.")
         if self._event is None:
@@ -372,7 +375,7 @@ class Handle:
         return self._event
 
     def complete(self, work: Any, event: "torch.cuda.Event | None") -> None:
-        """Mark the result as complete. On CUDA, it is complete when the event fires."""
+        """Mark the result as complete. On CUDA, the result is complete when `event` fires."""
         self.work, self._event = work, event
         self._is_finished, self.cannot_wait = True, ""
 
@@ -409,7 +412,7 @@ class Handle:
         entries.mark(self._number, ledger.STREAMED if operation.is_on_stream else ledger.DONE)
 
     def __del__(self) -> None:
-        # Dropping the handle of an in-place operation is harmless unless wait() has a step to do.
+        # It is harmless to drop a handle without wait(), unless wait() must convert the result.
         has_failed = self._error is not None or self.cannot_wait
         if not self._is_finished and self.operation.finish is not None and not has_failed:
             message = f"the handle of {self.operation} was dropped. Call wait() to complete it."
@@ -422,11 +425,12 @@ class Tag:
 
         tutti::all_reduce|phase=run|group=default|bytes=4096|dtype=float32|seq=12|ranks=4
 
-    The name is the same for gloo, shm and NCCL. The name contains all fields, because a trace has
-    the arguments of a record_function only if shapes were recorded, too. `phase` is `run` for a
-    call that waits. A call with wait=False has two events, with phases `issue` and `wait`. `bytes`
-    is the larger of input and output, as in nccl-tests. `seq` counts the collectives of a group and
-    is the same on every rank. Sends and receives are counted separately.
+    The name has the same form for gloo, shm and NCCL. All fields are in the name, because a trace
+    contains the arguments of a record_function only if the profiler records shapes. `phase` is
+    `run` for a call that waits. A call with wait=False has two events, with phases `issue` and
+    `wait`. `bytes` is the maximum of the input size and the output size, as in nccl-tests.
+    `seq` counts the collectives of a group and is the same on every rank. Sends and receives are
+    counted separately.
     """
 
     operation: str
@@ -444,7 +448,7 @@ _TAG = re.compile(
 
 
 def parse_tag(name: str) -> Tag | None:
-    """Parse the name of an event in a trace, or None if the event is not from tutti.comm."""
+    """Return the Tag in the name of a trace event, or None if the event is not from tutti.comm."""
     if (found := _TAG.fullmatch(name)) is None:
         return None
     operation, phase, group, size, dtype, sequence, ranks = found.groups()

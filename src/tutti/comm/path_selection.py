@@ -1,8 +1,9 @@
 """Chooses the path of an operation by its size, from a table that is measured once per machine.
 
-`tutti bench tune` writes the table to $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json (default:
-~/.cache). All ranks use rank 0's table, so that they take the same path; without a table, DEFAULTS
-are used. A table that cannot be read is an error in `load`, but only a warning in a running job.
+A path is an implementation that transfers the data (see PATHS). `tutti bench tune` writes the table
+to $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json (default: ~/.cache). All ranks use rank 0's table,
+so that they take the same path. Without a table, DEFAULTS are used. If a table cannot be read,
+`load` raises an error, but a running job only prints a warning.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ _ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Row:
-    """In this range of sizes, this path is the fastest for this operation."""
+    """The fastest path for one operation in one range of sizes."""
 
     op: str
     device: str  # cpu or cuda
@@ -66,7 +67,7 @@ class Table:
     rows: tuple[Row, ...]
 
     def row(self, op: str, device: str, size: int, among: Collection[str]) -> Row | None:
-        """Return the row for an operation, if the row's path is in `among`."""
+        """Return the first row for the operation whose path is in `among`, or None."""
         rows = (row for row in self.rows if row.covers(op, device, size) and row.path in among)
         return next(rows, None)
 
@@ -85,8 +86,8 @@ class Measured(NamedTuple):
 
 
 # Used if nothing was measured. On 4 to 8 GPUs of one host, one-shot kernels on symmetric memory are
-# faster up to 512 KiB. Above that NCCL is faster, because tensors must first be copied to symmetric
-# memory. On the CPU a group has only one path.
+# faster than NCCL up to 512 KiB. For larger tensors NCCL is faster, because one-shot kernels need a
+# copy of the tensor in symmetric memory. On the CPU a group has only one path.
 DEFAULTS = (
     Row("all_reduce", "cuda", "symmetric one-shot", 0, 512 << 10),
     *(Row(op, "cuda", "nccl", 0, None) for op in KINDS),
@@ -94,7 +95,7 @@ DEFAULTS = (
 
 
 def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
-    """Return the fastest paths. A row ends at the next size at which another path is faster."""
+    """Return a table of the fastest paths. A row ends where another path becomes faster."""
     best: dict[tuple[str, str, int], Measured] = {}
     for new in measurements:
         key = (new.op, new.device, new.bytes)
@@ -113,7 +114,7 @@ def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = No
 
 
 def machine_key() -> str:
-    """Return a name for machines with this processor, number of CPUs and GPUs."""
+    """Return a name that machines with the same CPU model, CPU count and GPUs share."""
     environment = describe_environment()
     gpus = [gpu["name"] for gpu in environment["gpus"]]
     parts = [environment["cpu"], platform.machine(), str(os.cpu_count()), *gpus]
@@ -131,7 +132,7 @@ def file_for(ranks: int) -> Path:
 def save(table: Table) -> Path:
     """Store a table for later runs and return the file.
 
-    Stored rows for other operations and devices are kept; a damaged file is replaced.
+    Rows of the stored table for other operations and devices are kept. A damaged file is replaced.
     """
     path = file_for(table.ranks)
     with contextlib.suppress(UsageError):
@@ -166,7 +167,7 @@ def load(ranks: int) -> Table | None:
 
 
 def parse(text: str) -> Table:
-    """Return a table read from JSON. Raise ValueError with the reason if it is not valid."""
+    """Return a table read from JSON. Raise ValueError with the reason if the table is not valid."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA}")
@@ -239,8 +240,8 @@ def explain(
 ) -> Explanation:
     """Explain which path an operation of this size takes in this group, and why.
 
-    device is cpu or cuda; the default is cuda if the group supports it. One rank alone may call
-    this function.
+    `device` is cpu or cuda. The default is cuda if the group supports CUDA. This function is not
+    collective, so a single rank may call it.
     """
     comm_group = comm_group_of(group)
     if op not in KINDS:
@@ -265,7 +266,7 @@ def explain(
 
 
 def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
-    """Return the paths of a group for tensors on this device. Its backend comes first."""
+    """Return the paths of a group for tensors on this device. The group's backend comes first."""
     from tutti.comm.shm.registration import hosts
 
     backend = comm_group.backend(device)
@@ -310,8 +311,9 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
     path, _ = choose(operation.kind, operation.bytes, "cuda", paths, tables["cuda"])
     if path != "symmetric one-shot":
         return issue
-    # The kernels of the ranks wait for each other, and kernels on two streams could deadlock. So
-    # all one-shot kernels of a group run on the stream of the first one.
+    # The one-shot kernels of different ranks wait for each other, so kernels on two streams could
+    # deadlock. Therefore all one-shot kernels of a group run on the stream of the group's first
+    # one-shot kernel, and operations on other streams use NCCL.
     stream = torch.cuda.current_stream().cuda_stream
     if comm_group.symmetric_stream is None:
         comm_group.symmetric_stream = stream
@@ -319,7 +321,10 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
 
 
 def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
-    """Return rank 0's table. Ranks that use different tables would wait for each other forever."""
+    """Return rank 0's table, which all ranks use.
+
+    Ranks with different tables could choose different paths and wait for each other forever.
+    """
     key = "tutti/paths"
     if comm_group.rank != 0:
         text = comm_group.store.get(key).decode()  # waits for rank 0, which makes the same call
@@ -358,7 +363,10 @@ class _KernelWork:
 
 
 def _one_shot(operation: Operation, asynchronous: bool) -> _KernelWork | None:
-    """All-reduce through a buffer in symmetric memory, on the current stream. Return its Work."""
+    """All-reduce through a buffer in symmetric memory, on the current stream.
+
+    Return the Work, or None if `asynchronous` is False.
+    """
     from tutti.comm.symmetric import all_reduce_staged
 
     assert operation.target is not None

@@ -35,7 +35,10 @@ class Slot:
 
 
 class SlotCopy(NamedTuple):
-    """A copy of an adapter in a slot of any rank, at the sequence number `sequence`."""
+    """A copy of an adapter in a slot of any rank.
+
+    `sequence` was the slot's sequence number when the copy was found.
+    """
 
     rank: int
     slot: int
@@ -76,11 +79,11 @@ class Adapter(Mapping[str, torch.Tensor]):
 
 
 class AdapterStore(Structure):
-    """Adapters (for example LoRA matrices) of one template, in `slots` slots per rank.
+    """Adapters (for example LoRA matrices) that fit one template, in `slots` slots per rank.
 
-    Use it if a server switches between fine-tuned variants from one request to the next: one
-    rank puts an adapter, the others prefetch it in the background while they still compute with
-    another adapter, then `activate` switches to the new one in microseconds.
+    Use it if a server switches between fine-tuned variants from one request to the next. One rank
+    puts an adapter. The other ranks prefetch the adapter in the background while they still compute
+    with another adapter. Then `activate` switches to the new adapter in microseconds.
 
     Do not use it for weights that change every step (use ParameterCache or an all-reduce), or for
     more adapters in use at once than there are slots.
@@ -122,8 +125,8 @@ class AdapterStore(Structure):
         record_bytes = _CELL_BYTES + slots * _RECORD_BYTES
         bases = self._addresses_of(self._zeros((record_bytes,), on_host=True))
         self._records: list[int] = [base + _CELL_BYTES for base in bases]
-        # The announcement of an adapter for all ranks is row 0, in rank 0's memory, of a table that
-        # has one row per rank. The row's version is the number of announcements.
+        # activate(everywhere=True) announces an adapter in row 0 of a table that has one row per
+        # rank. Row 0 is in rank 0's memory. The version of row 0 is the number of announcements.
         self._announced = self._core.tutti_rows_create(
             bases, heap.size, heap.rank, heap.size, _NAME_BYTES, _CELL_BYTES, 0
         )
@@ -131,8 +134,8 @@ class AdapterStore(Structure):
         self._stream: torch.cuda.Stream | None = None
         if heap.device.type != "cpu":
             self._stream = torch.cuda.Stream(heap.device)  # type: ignore[no-untyped-call]
-        # The slots, least recently used first. Hold the lock from a query until the change that
-        # follows it.
+        # The slots are ordered by their last use, least recently used first. The lock is held from
+        # a query of the slots until the change that depends on the query.
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         for number, memory in enumerate(self._payload.local):
@@ -154,7 +157,7 @@ class AdapterStore(Structure):
         """Store an adapter in a slot of this rank, and return the adapter's version.
 
         Other ranks may fetch the adapter. Only one rank at a time should put the same name. If two
-        ranks put it at the same time, either version may remain.
+        ranks put the same name at the same time, either version may remain.
         """
         self._check_open()
         self._check_adapter(_checked_name(name), tensors)
@@ -174,7 +177,8 @@ class AdapterStore(Structure):
     def prefetch(self, name: str) -> "Future[int]":
         """Copy the newest version of an adapter to a slot of this rank, in a background thread.
 
-        The result of the future is the version, or LookupError if no rank has the adapter.
+        The result of the future is the version. The future raises LookupError if no rank has the
+        adapter.
         """
         self._check_open()
         return self._thread.submit(self._fetch, _checked_name(name))
@@ -193,11 +197,11 @@ class AdapterStore(Structure):
     # ---- Switching ----
 
     def activate(self, name: str, everywhere: bool = False) -> int:
-        """Make an adapter active, and return this rank's new epoch.
+        """Make an adapter active, and return this rank's epoch: the number of its switches so far.
 
         This takes microseconds if the adapter was prefetched; otherwise the call waits for the
-        copy. With `everywhere`, every other rank switches at its next call of `active`; call
-        `prefetch` on all ranks first.
+        copy. With `everywhere`, every other rank switches at its next call of `active`, which also
+        waits for the copy if that rank has not prefetched the adapter.
         """
         self._check_open()
         self._ensure_resident(_checked_name(name))
@@ -264,7 +268,7 @@ class AdapterStore(Structure):
     # ---- Queries ----
 
     def holders(self, name: str) -> dict[int, int]:
-        """Return {rank: newest version on this rank} for each rank that has the adapter."""
+        """Return {rank: newest version on that rank} for each rank that has the adapter."""
         self._check_open()
         return {
             rank: max(copy.version for copy in copies)
@@ -319,7 +323,7 @@ class AdapterStore(Structure):
         )
 
     def _copy_slot(self, source: SlotCopy, slot: Slot) -> bool:
-        """Copy a peer's slot to `slot`. Return False if the peer's slot changed meanwhile."""
+        """Copy a peer's slot to `slot`. Return False if the peer's slot changed during the copy."""
         target = self._payload.local[slot.number]
         origin = self._payload.peer(source.rank)[source.slot]
         if self._stream is None:
@@ -413,7 +417,7 @@ class AdapterStore(Structure):
     #
     # Each slot has a record: a sequence number (odd while the slot is being written), then the
     # version, the length of the name and the name. The sequence number covers both the record and
-    # the slot's tensors. A rank writes only its own records; any rank may announce an adapter.
+    # the slot's tensors. A rank writes only the records of its own slots.
 
     def _record(self, rank: int, slot: int) -> int:
         """Return the address of a slot's sequence number."""
@@ -432,7 +436,7 @@ class AdapterStore(Structure):
         core.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
-        """Return the newest copy. Among equal versions, prefer this rank, then the next rank."""
+        """Return the newest copy. Among equal versions, prefer this rank, then the next ranks."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._search_consistently(
             ranks, lambda: [c for rank in ranks for c in self._copies_on(rank, name)]
@@ -440,7 +444,7 @@ class AdapterStore(Structure):
         return max(copies, key=lambda copy: copy.version, default=None)
 
     def _copies_on(self, rank: int, name: str) -> list[SlotCopy]:
-        """Return a rank's copies of an adapter. Older versions may still be in use."""
+        """Return a rank's copies of an adapter. A rank may hold several versions."""
         return self._search_consistently([rank], lambda: list(self._read_copies(rank, name)))
 
     def _read_copies(self, rank: int, name: str) -> Iterator[SlotCopy]:

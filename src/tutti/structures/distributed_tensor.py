@@ -36,7 +36,7 @@ class RowPlacement:
 
     @property
     def per_rank(self) -> int:
-        """The number of rows that fit into each rank's memory; the last ranks may hold fewer."""
+        """The number of rows for which each rank has memory. The last ranks may hold fewer rows."""
         return -(-self.rows // self.size)
 
     def owner(self, index: int) -> int:
@@ -69,12 +69,12 @@ def contiguous_indices(indices: torch.Tensor) -> torch.Tensor:
 
 
 class DistributedTensor(Structure):
-    """A table of `rows` × `columns` in the memory of all ranks, read and added to by row index.
+    """A table of `rows` × `columns`, sharded over all ranks, with access by row index.
 
     Use it for a table that is too large for one rank, or that all ranks change: embeddings, feature
-    stores, histograms, sums of sparse gradients. Any rank gathers and adds at any time, without the
-    owner's help. Block placement keeps neighbouring rows together; cyclic placement spreads rows
-    that are used often, such as the first ones, over the ranks.
+    stores, histograms, sums of sparse gradients. Any rank can gather and add rows at any time; the
+    owner of a row is not involved. Block placement keeps neighbouring rows together. Cyclic
+    placement spreads frequently used rows, such as the first rows, over the ranks.
 
     Do not use it if readers need consistent rows while other ranks write (use ParameterCache), or
     for dense sums of whole tensors (an all-reduce is faster).
@@ -162,7 +162,10 @@ class DistributedTensor(Structure):
         self._call(self._core.tutti_rows_scatter, indices, values.contiguous())
 
     def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to row `indices[i]`; no concurrent or repeated addition is lost."""
+        """Add `values[i]` to row `indices[i]`. No concurrent addition is lost.
+
+        If an index occurs several times, all its values are added.
+        """
         self._check_open()
         self._check_tensor("values", values, (*indices.shape, self.columns))
         code = addable(self.dtype, "scatter_add")
@@ -186,7 +189,7 @@ class DistributedTensor(Structure):
         return full
 
     def stats(self) -> dict[str, int | str]:
-        """Return the number and placement of rows, and the rows this rank gathered and changed."""
+        """Return the placement, and the numbers of all, local, gathered and changed rows."""
         return {
             "rows": self.rows.rows,
             "local_rows": len(self.local_indices),
@@ -199,8 +202,8 @@ class DistributedTensor(Structure):
             self._core.tutti_rows_free(self._native)
 
     def _by_owner(self, indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (rank, positions in `indices`, positions in the rank's memory) of the rows of each
-        rank that owns some of them."""
+        """Yield (rank, positions in `indices`, positions in the rank's memory) for each rank that
+        owns at least one of the rows."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         outside = flat[(flat < 0) | (flat >= self.rows.rows)]
         if len(outside):

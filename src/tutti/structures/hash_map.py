@@ -18,7 +18,7 @@ _empty_like = torch.empty_like
 
 
 class Full(RuntimeError):
-    """A shard of a HashMap has no free entry. The message states how full it is and the cure."""
+    """A shard of a HashMap has no free entry. The message states the limit and what to do."""
 
 
 class HashMap(Structure):
@@ -95,7 +95,7 @@ class HashMap(Structure):
         )
 
     def delete(self, key: int) -> bool:
-        """Delete a key, and return whether it was present. Its entry stays reserved for it."""
+        """Delete a key, and return whether it was present. Only `compact` frees the key's entry."""
         self._check_key(key)
         self._deletes += 1
         call = self._core_holding_gil.tutti_map_delete
@@ -131,7 +131,10 @@ class HashMap(Structure):
         return int(self._core_holding_gil.tutti_map_owner(self._native, key))
 
     def local_items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys, values) of this rank's shard. As int64, keys from 2^63 on are negative."""
+        """Return (keys, values) of this rank's shard.
+
+        The keys are int64, so keys of 2^63 and above appear as negative numbers.
+        """
         self._check_open()
         claimed = int(self._core.tutti_map_claimed(self._native, self.rank))
         keys = torch.empty(claimed, dtype=torch.int64)

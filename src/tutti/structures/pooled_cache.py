@@ -39,7 +39,7 @@ class HostTier:
         self._limit, self._page_locked = limit, page_locked
 
     def store(self, key: Hashable, data: torch.Tensor) -> bool:
-        """Store a copy as the most recently used value. Return False if memory is missing."""
+        """Store a copy as the most recently used value. Return False if there is no room."""
         cached = self._allocate(data)
         if cached is None:
             return False
@@ -116,9 +116,9 @@ class PooledCache(Structure):
 
     Use it for values that are expensive to compute again and have different sizes: key-value blocks
     of long prompts, decoded samples, intermediate features. When `local_bytes` are full, the least
-    recently used values move to memory on the other ranks (`peer_bytes` per rank, divided evenly
-    among the others), then to ordinary host memory (`host_bytes`; page-locked when the heap is on a
-    GPU). A `get` from a lower tier promotes the value again.
+    recently used values move to memory on the other ranks (`peer_bytes` in total, divided evenly
+    among these ranks), then to ordinary host memory (`host_bytes`; page-locked when the heap is on
+    a GPU). A `get` from a lower tier promotes the value to local memory again.
 
     Do not use it to share values between ranks: each rank has its own keys (use HashMap). On the
     CPU all tiers are equally fast, unless they are on different NUMA nodes, so the cache is useful
@@ -235,7 +235,7 @@ class PooledCache(Structure):
         return sum(len(tier.values) for tier in self._tiers)
 
     def stats(self) -> dict[str, int]:
-        """Return the numbers of hits, values and bytes of every tier, of moves and of drops."""
+        """Return the hits, values and bytes of each tier, and the numbers of moves and drops."""
         counts = dict(self._counts)
         for tier in self._tiers:
             counts[f"{tier.name}_hits"] = tier.hits

@@ -23,22 +23,23 @@ class RingBuffer(Structure):
     """`slots` slots of one shape in the consumer's memory; the producer fills them in turn.
 
     Use it to pass activations to the next pipeline stage, batches from a loading rank to a training
-    rank, gradients to a parameter server: an ordered stream, one producer, one consumer, without a
-    copy on either side (`reserve` and `next` give views of the slot itself) and with back pressure:
-    a full ring makes the producer wait.
+    rank, or gradients to a parameter server. The stream is ordered and has one producer and one
+    consumer. Neither end needs a copy, because `reserve` and `next` give views of the slot itself.
+    If the ring is full, the producer waits.
 
     Do not use it between more than two ranks (make a ring per pair), or for messages of very
-    different sizes (every slot has the size of the largest message). One thread at a time may use
-    each end.
+    different sizes (every slot has the size of the largest message). Each end may be used by
+    only one thread at a time.
 
     All ranks of the heap create it together, including ranks that are neither producer nor
     consumer. A wait that fails raises Timeout, or PeerDied if the other end has died. Slots have
     `slot_shape` and `dtype`, or are `slot_bytes` raw bytes (uint8).
 
     Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
-    `filled` (acquire) before it reads the slot. `emptied` does the same in the other direction. On
-    CUDA each end synchronises its stream before it stores `filled` or `emptied`, which blocks the
-    host.
+    `filled` (acquire) before it reads the slot. In the other direction, the consumer stores
+    `emptied` after it has read the slot, and the producer loads `emptied` before it writes the slot
+    again. On CUDA each end synchronises its stream before it stores `filled` or `emptied`, which
+    blocks the host.
     """
 
     def __init__(
@@ -167,7 +168,10 @@ class RingBuffer(Structure):
         return self.get()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Yield the slots in order until the stream ends; a view is valid until the next slot."""
+        """Yield views of the slots, in order, until the stream ends.
+
+        A view is valid until the next view is requested.
+        """
         while True:
             try:
                 with self.next() as item:
@@ -191,7 +195,7 @@ class RingBuffer(Structure):
         return int(filled - (self._core_holding_gil.tutti_load(self._emptied) & ~_END))
 
     def stats(self) -> dict[str, int]:
-        """Return the numbers of slots and bytes that this end has sent or freed, and of waits."""
+        """Return the slots and bytes that this end has sent or freed, and the number of waits."""
         bytes = self._done * self._slot_bytes
         return {"slots": self._done, "bytes": bytes, "waits": self._waits}
 
@@ -206,7 +210,7 @@ class RingBuffer(Structure):
     def _find_slot(self, call: str, timeout: float | None = None, wait: bool = True) -> bool:
         """Read the other end's word, and update the limit of this end.
 
-        Return whether this end has a slot to fill or to empty. With `wait`, wait until it has one.
+        Return whether this end has a slot to fill or to empty. With `wait`, wait for such a slot.
         """
         filling = call == "put"
         self._check_end(call, self.producer if filling else self.consumer)

@@ -38,7 +38,7 @@ def addable(dtype: torch.dtype, call: str) -> int:
 
 
 class Structure:
-    """A data structure in a heap. All ranks create and close it together; its use is one-sided.
+    """A data structure in a heap. All ranks create and close it; reads and writes are one-sided.
 
     A `with` block closes the structure at its end. After an error in the block only this rank's
     part is closed, because the other ranks may never call close(); the memory is then freed with
@@ -63,7 +63,7 @@ class Structure:
         self._views_kept: list[torch.Tensor] = []
 
     def close(self) -> None:
-        """Free the memory. All ranks must call this; no rank may use the structure any more."""
+        """Free the memory. All ranks must call this. No rank may use the structure afterwards."""
         if self.closed:
             return
         self._check_open()
@@ -96,10 +96,13 @@ class Structure:
         """
 
     def _declare_dead(self, rank: int) -> None:
-        """Release a dead rank's claims on values. Subclasses call the compiled code."""
+        """Release a dead rank's claims on values. Subclasses with claims implement this method."""
 
     def _refuse(self, *arguments: object) -> NoReturn:
-        """Raise UsageError. Replaces compiled calls on close, so that the hot path has no check."""
+        """Raise UsageError.
+
+        `close` replaces compiled calls by this method, so that the hot path needs no check.
+        """
         raise UsageError(f"this {type(self).__name__} is closed: create another on all ranks")
 
     def _check_tensor(
@@ -132,7 +135,10 @@ class Structure:
     def _zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, on_host: bool = False
     ) -> SymmetricTensor:
-        """Return zeros in the heap. If `on_host` and the heap is on a GPU, use a CPU heap."""
+        """Return a zeroed tensor in the heap.
+
+        If `on_host` is True and the heap is on a GPU, the tensor is in a new CPU heap.
+        """
         heap = self.heap
         if on_host and not self._on_cpu:
             bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -149,7 +155,7 @@ class Structure:
         return pointers([tensor.address(rank) for rank in range(self.size)])
 
     def _cpu_memory(self) -> CpuMemory:
-        # The last allocation of a structure with words to wait for is always in host memory.
+        # A structure that waits for words always makes its last allocation in host memory.
         return cast(CpuMemory, self._memory[-1].memory)
 
     def _await(

@@ -37,7 +37,7 @@ def make(
     ranks: list[int] | None = None,
     options: registration.ShmOptions | None = None,
 ) -> Any:
-    """Return a c10d backend for a group. `ranks` has the global rank of each rank of the group."""
+    """Return a c10d backend for a group. `ranks[i]` is the global rank of the group's rank i."""
     ranks = ranks or list(range(size))
     can_open = (options and options.can_open) or shares_memory
     module, reason = registration._load()
@@ -116,8 +116,8 @@ def shares_memory(card: Card) -> bool:
     """Return whether this process can open the memory of the process that wrote this card."""
     path = f"/proc/{card['pid']}/fd/{card['fd']}"
     try:
-        # If the writer is in another PID namespace, its pid may be that of another process here.
-        # Check the name first: opening an unknown file may block.
+        # If the writer is in another PID namespace, its pid may belong to an unrelated process
+        # here. Check the name of the file first, because opening an unknown file may block.
         if not os.readlink(path).startswith(f"/memfd:{_PROBE}"):
             return False
         with open(path, "rb", buffering=0) as probe:
@@ -127,7 +127,10 @@ def shares_memory(card: Card) -> bool:
 
 
 def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks in sets that can open each other's memory. All ranks agree on the sets."""
+    """Return the ranks of each host. Ranks of one host can open each other's memory.
+
+    All ranks compute the same result.
+    """
     mutual = [
         tuple(p for p in peers if rank in reachable[p])
         for rank, peers in enumerate(map(sorted, reachable))
@@ -148,7 +151,7 @@ def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int,
 def _make_group(
     name: str, rank: int, ranks: Sequence[int], names: Sequence[str], token: int, gather: Gather
 ) -> int:
-    """Create a group of the core that connects `ranks` on this host, and return its address."""
+    """Create a group in the C core that connects `ranks` on this host, and return its address."""
     core = native.core()
     staging_bytes = 0  # the core's default
     group = core.tutti_group_create(

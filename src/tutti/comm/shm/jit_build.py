@@ -1,10 +1,10 @@
-"""Compiles the C core and the C++ front, at install (setup.py) or at first use into a cache.
+"""Compiles the C core and the C++ front, at installation (setup.py) or at first use into a cache.
 
-Both libraries contain a mark: a hash of sources, flags and platform and, for the front, of the
-versions of torch, its ABI and Python. A library with another mark (changed sources, a new torch) is
-not loaded; the matching library is taken from $XDG_CACHE_HOME/tutti/shm (default
-~/.cache/tutti/shm) or compiled into this folder. setup.py imports this file by its path, so only
-the standard library is imported here.
+Each library contains a hash of its sources, compiler flags and platform. The hash of the front also
+includes the versions of torch and Python and the C++ ABI of torch. A library with another hash (for
+example after an update of torch) is not loaded. The matching library is then taken from
+$XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into this folder. setup.py
+imports this file by its path, so only the standard library is imported at the top of this file.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ _MARK = b"tutti-built-from:"
 
 
 class BuildFailed(RuntimeError):
-    """A library is missing and cannot be built here. The message states the reason and a cure."""
+    """A library is missing and cannot be built here. The message states the reason and a fix."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def core_library() -> Library:
         tuple(sorted(folder.glob("*.c"))),
         tuple(sorted(folder.glob("*.h"))),
         ("CC", "cc", "gcc", "clang"),
-        # -ffp-contract=off rounds once per operation, so that all machines give the same bits.
+        # -ffp-contract=off disables fused multiply-add, so that all machines give the same bits.
         (
             "-O3",
             "-g0",
@@ -109,8 +109,9 @@ def front_library() -> Library:
             "-Wextra",
             f"-D_GLIBCXX_USE_CXX11_ABI={cxx11_abi}",
         ),
-        # torch has loaded these before the front is loaded, so no run path is needed. libstdc++
-        # is named because some compilers link it statically; a second copy in one process crashes.
+        # torch has loaded these libraries before the front is loaded, so no rpath is needed.
+        # libstdc++ is named explicitly, because some compilers would link it statically, and two
+        # copies of libstdc++ in one process crash.
         ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-l:libstdc++.so.6"),
         f"torch{torch.__version__}-abi{cxx11_abi}-{sysconfig.get_config_var('SOABI')}"
         f"-{sys.platform}-{platform.machine()}",
@@ -133,7 +134,7 @@ def build_if_missing(*libraries: Library) -> list[Path]:
             for library in missing:
                 log = folder / f"{_file_name(library)}.log"
                 if log.exists() and log.stat().st_mtime >= began:
-                    # The process that held the lock before this process has just failed.
+                    # The process that held the lock before has just failed to compile the library.
                     raise BuildFailed(_failure(library, log))
             if missing:
                 _compile_all(missing, folder)
@@ -153,7 +154,7 @@ def _compile_all(libraries: list[Library], folder: Path) -> None:
 
 
 def _find(library: Library) -> Path | None:
-    """Return a file built from the present sources, beside this file or in the cache, or None."""
+    """Return the library of the current sources, from this folder or the cache, or None."""
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"{library.name}{suffix}"
         if path.exists():
@@ -242,7 +243,7 @@ def _compile(library: Library, command: list[str], folder: Path) -> None:
 
 
 def _failure(library: Library, log: Path) -> str:
-    """Return a message with the compiler's first error, the log file and the cure."""
+    """Return a message with the compiler's first error, the log file and a fix."""
     command, *lines = log.read_text().splitlines()
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
     needs_headers = "Python.h" in first

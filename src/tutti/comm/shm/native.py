@@ -139,7 +139,7 @@ def _c_type(declared: str) -> object:
 
 @cache
 def core_path() -> Path:
-    """Return the file of the compiled core. Build it if necessary."""
+    """Return the path of the compiled core. Build the core if necessary."""
     try:
         return build_if_missing(core_library())[0]
     except BuildFailed as error:
@@ -170,25 +170,28 @@ def core() -> Any:
 
 @cache
 def core_holding_gil() -> Any:
-    """Return the same core for calls that cannot block. They keep the GIL and are 0.2 µs faster."""
+    """Return the core for calls that cannot block. Calls keep the GIL, which saves 0.2 µs each."""
     return _load(ctypes.PyDLL)
 
 
 def error_for(code: int, text: str | None = None) -> Exception:
-    """Return the exception for a code. By default, its text is the thread's last error."""
+    """Return the exception for an error code of the core.
+
+    The default of `text` is the message of the last error in this thread.
+    """
     if text is None:
         text = (core().tutti_error() or b"").decode(errors="replace")
     return _ERROR_OF_CODE.get(code, ShmError)(text)
 
 
 def raise_for(code: int) -> None:
-    """Raise the exception for a negative code. Call it from the thread that got the code."""
+    """Raise the exception for a negative code that the core returned in this thread."""
     if code < 0:
         raise error_for(code)
 
 
 def last_error() -> Exception:
-    """Return the exception for a function that returned NULL in this thread."""
+    """Return the exception for a function of the core that returned NULL in this thread."""
     return error_for(core().tutti_error_code())
 
 
@@ -204,7 +207,7 @@ def operation(
     tag: int = 0,
     where: str = "",
 ) -> Operation:
-    """Return an operation made from lists of (address, bytes). It keeps its arrays alive."""
+    """Return an operation made from lists of (address, bytes). It keeps its C arrays alive."""
     ins, outs = ins or [], outs or []
     result = Operation(kind, dtype, reduce, root, peer, tag, len(ins), len(outs))
     result.ins = (c_void_p * len(ins))(*(address for address, _ in ins))

@@ -1,9 +1,9 @@
 """`shm` as a torch.distributed backend: `init_process_group("shm")`, `"cpu:shm,cuda:nccl"`.
 
 If the package is installed, torch finds this module through the entry point group "torch.backends";
-otherwise `tutti.comm.shm.register()` registers the backend. Libraries are loaded or compiled when
-the first group is made. If a rank cannot build them, all ranks of the group use gloo, and rank 0
-prints the reason.
+otherwise `tutti.comm.shm.register()` registers the backend. The compiled libraries are loaded, and
+compiled if necessary, when the first group is created. If a rank cannot compile the libraries, all
+ranks of the group use gloo, and rank 0 prints the reason.
 """
 
 import contextlib
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShmOptions:
-    """`pg_options=` of a group of the shm backend."""
+    """The argument `pg_options=` for a group that uses the shm backend."""
 
-    # Returns whether a peer's memory can be opened. Tests use it to simulate several hosts.
+    # Returns whether a peer's memory can be opened. Tests set this function to simulate several
+    # hosts.
     can_open: Callable[[dict[str, Any]], bool] | None = None
 
 
@@ -38,7 +39,7 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "SHM"):
         return
     dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
-    with contextlib.suppress(ImportError):  # experimental: torch may remove or rename it
+    with contextlib.suppress(ImportError):  # _dist2 is experimental and may be removed
         from torch.distributed import _dist2
 
         _dist2.register_backend("shm", _create_group)
@@ -49,7 +50,10 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """Called by torch at the end of `import torch`. An error here would break every program."""
+    """Register the backend. torch calls this function at the end of `import torch`.
+
+    Errors become warnings, because an exception would break every program that imports torch.
+    """
     try:
         register()
     except Exception as error:
@@ -58,7 +62,7 @@ def autoload() -> None:
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    """Return the compiled C++ module and details, or None and the reason why there is none."""
+    """Return (C++ module, details), or (None, reason) if the module cannot be used."""
     if sys.platform != "linux":
         return None, f"shm needs memfd and /proc of Linux, but this is {sys.platform}"
     if not os.path.isdir("/proc/self/fd"):
@@ -143,7 +147,7 @@ def _create(options: Any, pg_options: Any) -> Any:
         timedelta(seconds=options.timeout.total_seconds()),
         options.group_id,
         list(options.global_ranks_in_group),
-        # In "cpu:shm,cuda:nccl" the options may be those of NCCL.
+        # With the backend "cpu:shm,cuda:nccl", pg_options may be the options of NCCL.
         pg_options if isinstance(pg_options, ShmOptions) else None,
     )
 
@@ -156,7 +160,7 @@ def _create_group(
     device: "torch.device",
     **options: object,
 ) -> "dist.ProcessGroup":
-    """torch calls this for `torch.distributed._dist2.new_group("shm", ...)`."""
+    """Return a new group. torch calls this for `torch.distributed._dist2.new_group("shm", ...)`."""
     import torch
     import torch.distributed as dist
 

@@ -1,10 +1,11 @@
-"""All-reduce, all-gather and reduce-scatter on the CPU, on tensors that all ranks read in place.
+"""All-reduce, all-gather and reduce-scatter on the CPU. Ranks read each other's tensors in place.
 
-all_reduce runs in the C core, unless the caller requests an algorithm: the algorithms are also
-written here in Python, for reading and for comparison. Each collective begins with a barrier (all
-inputs are written) and ends with a barrier (all ranks have read, so the callers may write again).
-In between, each rank publishes its progress in one word, which is stored with release and loaded
-with acquire; each word has one writer.
+all_reduce runs in the C core, unless the caller requests an algorithm. The algorithms are
+implemented here in Python, as a readable reference and for comparison. Each collective begins with
+a barrier, so that all inputs are written, and ends with a barrier, so that all ranks have read the
+inputs before a caller overwrites them. Between the barriers, each rank publishes its progress in
+one word. Only this rank writes the word, with a release store; the other ranks load the word with
+acquire.
 """
 
 import ctypes
@@ -25,11 +26,11 @@ from tutti.world.errors import RanksDiffer, UsageError
 if TYPE_CHECKING:
     from tutti.comm.symmetric.cpu_heap import CpuMemory
 
-# The dtypes that the core reduces, in the order of its enum, whose last entry, `bytes`, is not a
-# dtype of torch.
+# The dtypes that the core reduces, in the order of the core's enum. The enum's last entry, `bytes`,
+# is omitted, because it is not a dtype of torch.
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES[:-1])
-# two_shot works in chunks of this size per rank, so that a part is still in its owner's cache when
-# the peers read it.
+# two_shot processes this number of bytes per rank at a time, so that a part is still in its owner's
+# cache when the peers read the part.
 _CHUNK_BYTES = 512 << 10
 _CACHED_OPERATIONS = 256  # the number of prepared operations that are kept for later calls
 
@@ -37,7 +38,7 @@ _CACHED_OPERATIONS = 256  # the number of prepared operations that are kept for 
 class CpuCollectives:
     """The collectives of one heap. Only one collective can run at a time.
 
-    `codes` are the C core's numbers of the dtype and of the reduction.
+    In all methods, `codes` contains the C core's numbers for the dtype and the reduction.
     """
 
     def __init__(self, memory: "CpuMemory") -> None:
@@ -64,7 +65,8 @@ class CpuCollectives:
     ) -> None:
         """Reduce `local`, which is at `offset` of the heap, over all ranks into `out`.
 
-        `out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor.
+        `out` is `local` itself, another tensor of the heap (at `out_offset`), or a tensor outside
+        the heap.
         """
         self._memory.check()
         codes = _codes(local.dtype, op)
@@ -85,12 +87,15 @@ class CpuCollectives:
             self._ring(out, shared, codes)
 
     def sum_in_place(self, local: torch.Tensor) -> None:
-        """Return None: unlike CUDA, the CPU needs no prepared call, as the C core does the work."""
+        """Return None, because the C core needs no prepared function, unlike CUDA."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
     ) -> None:
-        """Reduce `tensor` in place, through `buffer` of the same shape at `offset` of the heap."""
+        """Reduce `tensor` in place, through `buffer`.
+
+        `buffer` has the shape of `tensor` and is at `offset` of the heap.
+        """
         self._memory.check()
         buffer.copy_(tensor)
         self.all_reduce(buffer, offset, op, "auto", tensor, None)
@@ -113,10 +118,11 @@ class CpuCollectives:
     def _two_shot(
         self, local: torch.Tensor, source: int, target: int, codes: tuple[int, int]
     ) -> None:
-        """Each rank reduces its part of every chunk in place, then copies the others' parts.
+        """Each rank reduces its part of every chunk, then copies the other ranks' reduced parts.
 
-        A part of a rank's memory is read only by the part's owner, before the owner publishes its
-        progress, and overwritten only after that, so reducing in place needs no further barriers.
+        In the inputs of all ranks, part p is read only by rank p, before rank p publishes its
+        progress. The other ranks overwrite part p of their memory only after that. So reducing in
+        place needs no further barriers.
         """
         memory, itemsize = self._memory, local.itemsize
         chunk = _CHUNK_BYTES * memory.size // itemsize
@@ -138,11 +144,11 @@ class CpuCollectives:
         self._barrier("all_reduce")
 
     def _ring(self, tensor: torch.Tensor, offset: int, codes: tuple[int, int]) -> None:
-        """Pass sums around the ring, then results: 2 (n - 1) steps between neighbours.
+        """Pass partial sums around the ring, then results, in 2 (n - 1) steps for n ranks.
 
-        Each part is summed once, starting at a different rank: all ranks get the same bits, which
-        may differ from the results of one_shot and two_shot. On one host this algorithm is only a
-        baseline for comparison.
+        Each part is summed only once, so all ranks get the same bits. The sum of each part starts
+        at a different rank, so the bits may differ from the results of one_shot and two_shot. On
+        one host this algorithm is only a baseline for comparison.
         """
         memory, itemsize = self._memory, tensor.itemsize
         size, rank = memory.size, memory.rank
@@ -158,14 +164,14 @@ class CpuCollectives:
             first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             own_part = memory.address(rank, offset + first * itemsize)
             left_part = memory.address(left, offset + first * itemsize)
-            # The left neighbour has completed its previous step, which was on this part.
+            # Wait until the left neighbour has completed its previous step, which wrote this part.
             self._wait(left, self._words[left], before + step, "all_reduce")
             if lap < 0:
                 self._reduce(own_part, [left_part, own_part], last - first, codes)
                 if averaging and lap == -1:  # this step completes the sum of the part
                     tensor.view(-1)[first:last].div_(size)
             else:
-                # The right neighbour has read the partial sum that is overwritten now.
+                # Wait until the right neighbour has read the partial sum, before overwriting it.
                 self._wait(right, self._words[right], before + lap + 1, "all_reduce")
                 self._core.tutti_put(own_part, left_part, (last - first) * itemsize)
             self._publish_progress()
@@ -257,7 +263,7 @@ class CpuCollectives:
         return group
 
     def close(self) -> None:
-        """Leave the core's group, without the other ranks."""
+        """Leave the core's group. This call is not collective."""
         if self._group is not None:
             self._core.tutti_group_close(self._group)
             self._group = None
@@ -270,7 +276,7 @@ class CpuCollectives:
             self._wait(peer, self._words[peer], self._progress, collective)
 
     def _publish_progress(self) -> None:
-        """Publish that this rank has completed one more step (release)."""
+        """Publish, with a release store, that this rank has completed one more step."""
         self._progress += 1
         self._memory.store(self._own_word, self._progress)
 

@@ -2,9 +2,9 @@
 
 Memory order. Signals, counters and barrier words are 64-bit words that are stored with release and
 loaded with acquire (C11). A rank that sees the new value of such a word therefore sees everything
-that its writer wrote before, to any segment, on both x86-64 and ARM64. Plain loads and stores of
-tensor elements are not ordered: between a write on one rank and a read on another there must be a
-signal, a counter or a barrier.
+that the writer of the word wrote before, in any segment, on both x86-64 and ARM64. Plain loads and
+stores of tensor elements are not ordered: between a write on one rank and a read on another rank
+there must be a signal, a counter or a barrier.
 
 A segment has a control page, then the signals, then the data. Each word of a control page is
 written only by the owner of the page.
@@ -38,7 +38,7 @@ _PROGRESS = _EXCHANGE + _LINE  # the rank's progress in a collective
 _TEXTS = _PROGRESS + _LINE  # two texts, used in turn
 assert _TEXTS + 2 * _TEXT <= _PAGE
 
-# Copying up to this size takes less time than releasing the GIL.
+# Copying up to this number of bytes takes less time than releasing the GIL.
 _SMALL = 32 << 10
 # A wait returns to Python at this interval, to handle Ctrl-C and to check that the peers are alive.
 SLICE_SECONDS = 0.1
@@ -92,8 +92,8 @@ class CpuMemory:
         self.collectives = CpuCollectives(self)
         self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = self.barriers = 0
         self._group = heap.group
-        # If the group uses shm, its backend is informed of the heap's address: collectives of
-        # torch.distributed on the heap's tensors then need no copies.
+        # If the group uses shm, the heap's addresses are registered with its backend, so that
+        # collectives of torch.distributed on the heap's tensors need no copies.
         self._backend = native_group(heap.group)
         self.backend_stats = {"known_to_backend": int(self._backend is not None)}
         try:
@@ -109,7 +109,7 @@ class CpuMemory:
         _open.add(self)
 
     def close(self) -> None:
-        """Leave the heap without the other ranks. Peers that wait for this rank raise PeerLeft."""
+        """Leave the heap on this rank only. Peers that wait for this rank raise PeerLeft."""
         _open.discard(self)
         self.store(self._pages[self.rank] + _LEFT, 1)
         self.collectives.close()
@@ -132,11 +132,11 @@ class CpuMemory:
         return torch.frombuffer(self._blocks[rank], dtype=dtype, count=count, offset=at).view(shape)
 
     def address(self, rank: int, offset: int) -> int:
-        """Return the address in this process of the byte at `offset` of a rank."""
+        """Return the address, in this process, of the byte at `offset` in a rank's memory."""
         return self._data[rank] + offset
 
     def addresses(self, offset: int) -> list[int]:
-        """Return the addresses of the byte at `offset` of all ranks, in rank order."""
+        """Return the addresses of the byte at `offset` in each rank's memory, in rank order."""
         return [base + offset for base in self._data]
 
     def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None:
@@ -181,7 +181,8 @@ class CpuMemory:
     ) -> None:
         """Wait until the word is at least `at_least`.
 
-        Raises an error if rank `source` has died; with None, if any rank has died.
+        Raises an error if rank `source` has died or left the heap. If `source` is None, the method
+        raises an error if any rank has died or left the heap.
         """
         self.waits += 1
         watched = None if source is None else self._segments[source]
@@ -195,7 +196,10 @@ class CpuMemory:
                 raise Timeout(f"{error}. The value is {self.load(address)}") from None
 
     def wait_for_peer(self, peer: int, address: int, value: int, what: str) -> None:
-        """Wait, in a collective, until a word that only `peer` writes reaches this value."""
+        """Wait until the word at `address`, which only rank `peer` writes, reaches `value`.
+
+        This method is for collectives: after an error, the heap is unusable.
+        """
         timeout = self.timeout
         first = SLICE_SECONDS if timeout > SLICE_SECONDS else timeout
         if self._wait(address, value, first, self._segments[peer]) == 0:
@@ -250,7 +254,7 @@ class CpuMemory:
         self._barrier_on(_BARRIERS + _LINE * channel, "a barrier")
 
     def agree(self, call: str) -> None:
-        """Return when all ranks make the same call; raise RanksDiffer when they do not."""
+        """Wait until all ranks have called this method. Raise RanksDiffer if `call` differs."""
         HeapRendezvous.check_same_calls(self.exchange(call, call))
 
     def exchange(self, text: str, what: str) -> list[str]:
@@ -272,7 +276,7 @@ class CpuMemory:
             self.wait_for_peer(peer, self._pages[peer] + line, count, what)
 
     def mark_unusable(self, error: BaseException) -> None:
-        """Record that no further collective is possible, because the arrival counts differ."""
+        """Record that no further collective is possible, because arrival counts may differ now."""
         self._broken = f"{type(error).__name__}: {error}"
 
     @property
@@ -297,8 +301,8 @@ def _open_segments(
 ) -> list[Any]:
     """Return the segments of all ranks, in rank order, or raise the same error on all ranks.
 
-    Two ranks share a host if one can open the other's segment and reads from it the random number
-    that the other wrote.
+    Two ranks share a host if each rank can open the segment of its peer and reads there the random
+    number that the peer wrote.
     """
     own_segment = core.tutti_segment_create(f"heap {rendezvous.number}".encode(), segment_bytes)
     token, fd, failure = secrets.randbits(62), -1, None
@@ -333,7 +337,10 @@ def _open_segments(
 
 
 def _as_buffer(core: Any, segment: Any, bytes: int) -> Any:
-    """Return a buffer of a segment. It is unmapped when neither the heap nor a tensor uses it."""
+    """Return a segment as a buffer.
+
+    The segment is unmapped when neither the heap nor a tensor uses the buffer.
+    """
 
     class Mapping(ctypes.Array):  # type: ignore[type-arg]
         _type_ = ctypes.c_char

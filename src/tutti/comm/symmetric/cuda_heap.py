@@ -2,16 +2,16 @@
 
 All calls are enqueued on the current stream and run in stream order. Memory order: after a put, a
 kernel on the same stream stores the signal with a system-scope release. A wait for the signal is an
-acquire. So work that follows the wait on the stream of the wait sees the data of the put. Streams
-of one rank are ordered only by events.
+acquire. So work that is enqueued after the wait, on the same stream, sees the data of the put. Two
+streams of one rank are ordered only if the caller orders them by CUDA events.
 
 A wait runs on the GPU and cannot raise. After its timeout it sets a flag and lets the stream
 continue; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
 Kernels that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti
 run --ranks-per-gpu`), because without MPS the GPU runs one rank at a time, for milliseconds each.
-CUDA loads a kernel at its first use, and may wait for all running kernels to finish. If one of them
-waits for data that this kernel sends, both block: run the sending kernels once beforehand, or set
-CUDA_MODULE_LOADING=EAGER.
+CUDA loads a kernel at its first use, and loading may wait until all running kernels have finished.
+If a running kernel waits for data that the new kernel sends, both kernels block. To prevent this,
+run the sending kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import ctypes
@@ -128,7 +128,7 @@ class CudaMemory:
     def _allocate(self, symm_mem: Any, bytes: int) -> torch.Tensor:
         """Return a zeroed block. If one rank cannot allocate its block, all ranks raise an error.
 
-        Otherwise torch's rendezvous would wait for that rank forever.
+        Without this error, torch's rendezvous would wait for the failed rank forever.
         """
         failure = None
         try:
@@ -234,7 +234,7 @@ class CudaMemory:
     def stream_barrier(self, channel: int, what: str) -> None:
         """Enqueue a barrier between the current streams of all ranks.
 
-        Users have the channels below CHANNELS; collectives use the channel CHANNELS.
+        Channels 0 to CHANNELS - 1 are for callers of `barrier`. Collectives use channel CHANNELS.
         """
         arrivals = self._arrivals_at + 8 * channel * self.size
         count = self._counts_at + 8 * channel
@@ -253,7 +253,7 @@ class CudaMemory:
         return self._broken is None and self._failed_word.value == 0
 
     def check(self) -> None:
-        """Raise the error of an earlier wait on the GPU, if one timed out."""
+        """Raise an error if an earlier wait on the GPU has timed out."""
         if self._broken is not None:
             raise UsageError(
                 f"this heap is unusable after an earlier error ({self._broken}). Close it and "
@@ -315,7 +315,7 @@ def _signed(value: int) -> int:
 
 
 def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
-    """Select one of torch's backends, which is possible only once, before the first use."""
+    """Select torch's backend of symmetric memory. torch allows this only before the first use."""
     wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
     now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
     if now == wanted or (now is None and wanted == "CUDA"):  # torch's default

@@ -2,8 +2,8 @@
 
 Every access that orders other accesses is an atomic at system scope: a release if it publishes
 earlier writes, an acquire if it observes what other ranks published. Writes of earlier kernels and
-copies on the stream precede the kernel, so a release in the kernel covers them as well. Words are
-given by address, since they are in the memory of another process.
+copies on the stream precede the kernel, so a release in the kernel also publishes them. A word is
+passed as an address, because it may be in the memory of another process.
 """
 # Triton compiles these functions from their source: parameters have Triton's types, not Python's.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
@@ -74,9 +74,10 @@ def wait_for_word(address, at_least, limit_ns, failed, number):
     do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "number"]
 )
 def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, number):
-    """Wait for all ranks. `bases` contains each rank's base address. At offset `arrivals` each rank
-    has a word per peer, to which that peer writes its barrier count. At offset `count` a rank keeps
-    its own count, in device memory, so that the kernel can be part of a CUDA graph."""
+    """Wait for all ranks. `bases` is the address of a table of all ranks' base addresses. At offset
+    `arrivals` each rank has a word per peer, to which that peer writes its barrier count. At offset
+    `count` a rank keeps its own barrier count. The count is in device memory, so that the kernel
+    can be part of a CUDA graph."""
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
     own_base = tl.load(table + rank)
     own_count = (own_base + count).to(tl.pointer_type(tl.int64))
@@ -107,7 +108,7 @@ def _add_rows(table, rows, values, columns, BLOCK: tl.constexpr):
 
 
 def add_rows(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Add values[i] to table[rows[i]]. Each element is added atomically between all GPUs."""
+    """Add values[i] to table[rows[i]]. The addition of an element is atomic across all GPUs."""
     columns = table.shape[1]
     grid = (len(rows), triton.cdiv(columns, _BLOCK))
     _add_rows[grid](table, rows.contiguous(), values.contiguous(), columns, BLOCK=_BLOCK)

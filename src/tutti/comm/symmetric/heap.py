@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Heap:
-    """A block of `bytes` on every rank of `group` (default: all ranks), shared by all of them.
+    """A block of `bytes` bytes on each rank of `group` (default: all ranks), shared by all ranks.
 
         with symmetric.Heap(bytes=1 << 20) as heap:
             t = heap.zeros(1024)
@@ -30,11 +30,11 @@ class Heap:
     RanksDiffer. All other calls are one-sided: the peer need not do anything. A heap that is not
     closed exists until its process ends; its memory is then freed.
 
-    device: cpu or cuda; None takes the device of the group's backend. backend: "shm" is shared
-    memory on one host (CPU), "cuda" is torch's symmetric memory, "nvshmem" is torch's NVSHMEM;
-    "auto" takes the first backend for the device, and the attribute `reason` explains the choice.
-    signals: the number of signal slots of each rank. timeout: the timeout in seconds of every wait
-    that is not called with a timeout.
+    `device` is cpu or cuda. By default, it is cuda if the group has NCCL, and cpu otherwise.
+    `backend` is "shm" (shared memory on one host, for cpu), "cuda" (torch's symmetric memory),
+    "nvshmem" (torch's NVSHMEM) or "auto" (the first backend for the device). The attribute `reason`
+    explains the choice. `signals` is the number of signal slots of each rank. `timeout` is the
+    default timeout of waits, in seconds.
 
     On the CPU, calls take effect immediately. On CUDA, calls are enqueued on the current stream and
     run in stream order; calls that return a number wait for the stream.
@@ -99,7 +99,7 @@ class Heap:
         return counters
 
     def free(self, target: "HeapObject") -> None:
-        """Free a tensor or counters. All ranks must call this; their views become invalid."""
+        """Free a tensor or counters. All ranks must call this. Existing views become invalid."""
         name = f"counters at {target.offset}"
         if isinstance(target, SymmetricTensor):
             name = f"tensor {tuple(target.shape)} {target.dtype} at {target.offset}"
@@ -114,9 +114,9 @@ class Heap:
     def signal(
         self, to: int, slot: int = 0, value: int = 1, op: Literal["set", "add"] = "set"
     ) -> None:
-        """Set a slot of rank `to` or add to the slot (release).
+        """Set signal `slot` of rank `to` to `value`, or add `value` to it (release).
 
-        A rank that waits for the slot then sees all earlier puts of this rank.
+        When a wait of rank `to` for this signal ends, rank `to` sees all earlier puts of this rank.
         """
         if not 0 <= to < self.size:
             self.refuse_rank(to)
@@ -141,12 +141,14 @@ class Heap:
         source: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until this rank's slot is at least `at_least`; earlier puts are then visible.
+        """Wait until signal `slot` of this rank is at least `at_least`.
 
-        source: the rank that is expected to signal, or None for any rank; if it dies, the wait
-        ends. Raises Timeout, PeerDied or PeerLeft. Slots are not reset: use increasing values, or
-        signal 0 to this rank itself. On CUDA the stream waits, not the caller, and a later call
-        raises Timeout.
+        After the wait, this rank sees all puts that the sender made before its signal. `source` is
+        the rank that is expected to signal, or None for any rank. Raises Timeout, or PeerDied or
+        PeerLeft if rank `source` (any rank, if None) dies or closes the heap. A wait does not reset
+        the slot: use increasing values, or reset the slot by a signal with value 0 to this rank
+        itself. On CUDA the stream waits instead of the caller, and a later call on the heap raises
+        the error.
         """
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
@@ -160,7 +162,7 @@ class Heap:
     # ---- Order ----
 
     def fence(self) -> None:
-        """Order this rank's puts and signals: no rank sees a later one before an earlier one."""
+        """Make all earlier puts and signals of this rank visible before all later ones."""
         self.memory.fence()
 
     def quiet(self) -> None:
@@ -213,7 +215,7 @@ class Heap:
             self.leave()
 
     def leave(self) -> None:
-        """Close the heap without the other ranks; ranks that wait for this rank get PeerLeft."""
+        """Close the heap on this rank only. Ranks that wait for this rank raise PeerLeft."""
         if self.closed:
             return
         self.closed = True
@@ -305,10 +307,10 @@ class Heap:
 
 
 def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
-    """Return whether each backend of a device can be used here, and why: {"shm": (True, "…")}.
+    """Return {backend: (can be used, reason)} for a device, such as {"shm": (True, "…")}.
 
-    The backend for cpu is shm; the backends for cuda are cuda and nvshmem. `Heap` checks whether
-    ranks share a host or a GPU.
+    The backend for cpu is shm; the backends for cuda are cuda and nvshmem. This function does not
+    check whether ranks share a host or a GPU. `Heap` checks this.
     """
     if torch.device(device).type == "cpu":
         try:
@@ -344,9 +346,10 @@ def _cuda_available() -> tuple[bool, str]:
 
 
 class Allocator:
-    """Allocates offsets in a block of `bytes`, first fit; offsets are multiples of `alignment`.
+    """A first-fit allocator for a block of `bytes` bytes. Offsets are multiples of `alignment`.
 
-    Every rank makes the same calls on its own allocator, so offsets agree without communication.
+    Every rank makes the same calls on its own allocator, so the offsets are the same on all ranks
+    without communication.
     """
 
     def __init__(self, bytes: int, alignment: int = 64) -> None:
@@ -356,7 +359,7 @@ class Allocator:
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), sorted, never adjacent
 
     def rounded(self, bytes: int) -> int:
-        """Return the size of an allocation. It is never 0, so that offsets differ."""
+        """Return the size of an allocation. It is never 0, so that every offset is unique."""
         return max(1, -(-bytes // self.alignment)) * self.alignment
 
     def allocate(self, wanted: int) -> int:

@@ -27,15 +27,16 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduce `t` over all ranks of its heap, in place unless `out` is given, and return the result.
 
-    op: sum, mean, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm: with
-    one_shot every rank reads the tensors of all ranks (for small tensors); with two_shot each rank
-    reduces one part and reads the other ranks' parts (for large tensors); ring passes sums between
-    neighbours; auto chooses by size. All algorithms except ring add in rank order, and so have the
-    same result.
+    `op` is sum, mean, product, min, max, band, bor or bxor. All ranks get the same bits. In the
+    algorithm one_shot, every rank reads the tensors of all ranks (for small tensors). In two_shot,
+    each rank reduces one part and reads the reduced parts of the other ranks (for large tensors).
+    In ring, each rank passes sums to its neighbour. The default, auto, chooses by size. All
+    algorithms except ring add in rank order, and so have the same result.
 
-    `out` may be any tensor of the shape and dtype of `t`; two_shot and ring need a tensor that
-    peers can read: a symmetric tensor of the same heap. All ranks must call this function. A heap
-    runs only one collective at a time. On CUDA the collective is enqueued on the current stream.
+    `out` may be any tensor with the shape and dtype of `t`. For two_shot and ring, `out` must be a
+    symmetric tensor of the same heap, because peers read it. All ranks must call this function. A
+    heap runs only one collective at a time. On CUDA the collective is enqueued on the current
+    stream.
     """
     _check_symmetric("all_reduce", t)
     if out is None and t.sum_in_place and op == "sum" and algorithm in ("auto", "two_shot"):
@@ -56,7 +57,7 @@ def all_reduce(
 def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Concatenate all ranks' tensors along the first dimension, in rank order.
 
-    `out`, if given, is contiguous and has size × the elements of `t`, in any shape.
+    `out`, if given, must be contiguous and have heap.size × t.count elements, in any shape.
     """
     _check_symmetric("all_gather", t)
     size = t.heap.size
@@ -74,7 +75,10 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
 def reduce_scatter(
     t: SymmetricTensor, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reduce `t` over all ranks, and return this rank's part of dim 0. `t` keeps its values."""
+    """Reduce `t` over all ranks, split the result along dim 0, and return this rank's part.
+
+    `t` keeps its values.
+    """
     _check_symmetric("reduce_scatter", t)
     size = t.heap.size
     if not t.shape or t.shape[0] % size:
@@ -113,7 +117,7 @@ def _output(out: torch.Tensor | None, shape: tuple[int, ...], t: SymmetricTensor
 
 
 def check_reduction(dtype: torch.dtype, op: str) -> None:
-    """Raise UsageError if the reduction is not defined. Call this before the reduction starts."""
+    """Raise UsageError if the reduction `op` is not defined for this dtype."""
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
     if dtype.is_floating_point and op in ("band", "bor", "bxor"):
@@ -136,7 +140,7 @@ def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
 
 
 def out_must_be_symmetric(algorithm: str) -> UsageError:
-    """Return the error for an `out` outside the heap from which peers must read the result."""
+    """Return the error for an `out` outside the heap, from which peers cannot read the result."""
     return UsageError(
         f"algorithm={algorithm!r} needs an out= that peers can read: use a symmetric tensor of the "
         "same heap, or algorithm='one_shot'"
@@ -156,8 +160,8 @@ def all_reduce_staged(
 ) -> torch.Tensor:
     """Reduce an ordinary tensor of at most 1 MiB in place, through a buffer in symmetric memory.
 
-    The first call of a group creates the buffer, on all its ranks; the buffer lives as long as the
-    group. To create and close the buffer yourself, use `Stage`.
+    The first call for a group creates the buffer on all ranks of the group. The buffer exists as
+    long as the group. To create and close the buffer yourself, use `Stage`.
     """
     world = dist.group.WORLD if group is None else group
     if world is None:
@@ -166,7 +170,7 @@ def all_reduce_staged(
     stage = _stages.get(key)
     if stage is None or stage.heap.group is not world:  # an earlier group had the same name
         for old_key, old_stage in list(_stages.items()):
-            if old_stage.heap.group not in distributed_c10d._world.pg_map:  # it was destroyed
+            if old_stage.heap.group not in distributed_c10d._world.pg_map:  # destroyed group
                 del _stages[old_key]
                 old_stage.heap.leave()
         stage = _stages[key] = Stage(world, tensor.device)
@@ -177,7 +181,7 @@ class Stage:
     """A symmetric buffer of a group for `all_reduce` of ordinary tensors.
 
     All ranks create and close it together. Use it for gradients and activations of at most 1 MiB
-    that are not in symmetric memory; the copy into the buffer is part of the kernel.
+    that are not in symmetric memory. On GPUs, the kernel also copies the tensor into the buffer.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class HeapRendezvous:
                 f"symmetric.Heap: rank {self.rank} waited {self._timeout} s for "
                 f"{name_ranks(missing.ranks)}. Every rank of the group must make this call"
             ) from None
-        if self._rounds > 1:  # all ranks are in this round, so none still reads the previous one
+        if self._rounds > 1:  # all ranks have read the values of the previous round
             self._store.delete_key(f"{self._rounds - 1}/{self.rank}")
         return values
 
@@ -91,7 +91,7 @@ class HeapRendezvous:
         return ranks
 
     def end(self) -> None:
-        """Delete this rank's last value from the store. All ranks must have read the value."""
+        """Delete this rank's last value from the store, after all ranks have read the value."""
         self._store.delete_key(f"{self._rounds}/{self.rank}")
 
     @staticmethod

@@ -27,7 +27,7 @@ class Released:
 
 
 class HeapObject:
-    """An object in a heap. At its end, a `with` block frees the object on all ranks."""
+    """An object in a heap. The end of a `with` block frees the object on all ranks."""
 
     def __init__(self, heap: "Heap", offset: int) -> None:
         self.heap, self.memory, self.offset = heap, heap.memory, offset
@@ -36,7 +36,7 @@ class HeapObject:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # Freeing is collective; after an error on this rank the others may never call free().
+        # Freeing is collective. After an error on this rank, other ranks may never call free().
         if error is None:
             self.heap.free(self)
 
@@ -48,9 +48,9 @@ class HeapObject:
 class SymmetricTensor(HeapObject):
     """A tensor with the same shape and dtype on all ranks; each rank has its own values.
 
-    Created by `heap.empty` and `heap.zeros`, freed by `heap.free` or at the end of a `with` block,
-    all collective. To read what a peer wrote, or to write where a peer reads, order the two
-    accesses with a signal, a counter or a barrier.
+    `heap.empty` and `heap.zeros` create the tensor. `heap.free` or the end of a `with` block frees
+    the tensor. These calls are collective. If two ranks access the same elements and one of them
+    writes, a signal, a counter or a barrier must order the two accesses.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class SymmetricTensor(HeapObject):
         at: int = 0,
         op: Literal["set", "add"] = "set",
     ) -> None:
-        """Put, then set the peer's signal `slot` to `value`, or add `value` to it.
+        """Put `src`, then set the peer's signal `slot` to `value`, or add `value` to the signal.
 
-        The peer sees the value only after the bytes (release here, acquire in `heap.wait`).
+        A peer that sees the new signal also sees the data (release here, acquire in `heap.wait`).
         """
         first, bytes = at * self._itemsize, src.nbytes
         if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
@@ -158,7 +158,7 @@ class SymmetricTensor(HeapObject):
 class Counters(HeapObject):
     """`count` unsigned 64-bit counters per rank, initially zero, `spacing` bytes apart.
 
-    `at` is the rank whose counter is used; None means this rank. Every change is an atomic release
+    `at` is the rank whose counter is used. None means this rank. Every change is an atomic release
     and acquire: a rank that reads the new value sees what was written before the change.
     """
 
