@@ -9,7 +9,7 @@ class Unsupported(Exception):
 
 
 def check_free_memory(size: int, ranks: int, free: int | None) -> None:
-    """Raise UsageError if a host with `free` bytes lacks memory for messages of `size` bytes."""
+    """Raise UsageError if messages of `size` bytes on `ranks` ranks need more than `free` bytes."""
     needed = 2 * size * ranks  # each rank needs a send buffer and the expected result
     if free is not None and needed > free:
         memory = f"{format_bytes(needed)} of memory, but {format_bytes(free)} are free"

@@ -1,8 +1,8 @@
-"""Read figures from the JSON of any bench, and find differences that exceed their spread.
+"""Read figures from the JSON of any bench, and find differences that exceed the spread.
 
-A figure is identified by the key fields of its row. The spread of a figure is σ divided by the
-value, estimated from the statistics in the row: σ of single calls for times, σ of passes for
-bandwidths, σ of rounds for pairs.
+A figure is a measured value. It is identified by its metric and by the key fields of its row. The
+spread of a figure is its relative standard deviation (σ / value), which is estimated from the
+statistics in the row: over calls for times, over passes for bandwidths, and over rounds for pairs.
 """
 
 import json
@@ -27,7 +27,8 @@ _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
 _SIGMAS_BETWEEN_QUARTILES = 1.349
 
 
-# The lists of rows in the JSON of each bench: bench, name, key, figures, others.
+# One entry for each list of rows in the JSON of a bench. An entry has the keys bench, name, key,
+# figures and others, which result_fields.toml describes.
 ROW_LISTS: list[dict[str, Any]] = [
     {**table, "bench": bench, "name": name}
     for table in RESULT_FIELDS["lists"]
@@ -50,7 +51,11 @@ class Figure(NamedTuple):
 
 
 def read_results(flag: str, path: Path, bench: str | None = None) -> Content:
-    """Return the JSON of a bench. Raises UsageError if the file is not a result (of `bench`)."""
+    """Return the JSON result in the file `path`. Raise UsageError if the file is not a result.
+
+    If `bench` is given, the result of any other bench is also an error. `flag` is the command-line
+    flag that error messages name.
+    """
     cure = "Give a file that tutti bench --json wrote"
     try:
         content = json.loads(path.read_text())
@@ -71,7 +76,7 @@ def read_results(flag: str, path: Path, bench: str | None = None) -> Content:
 
 
 def row_error(content: Content) -> str | None:
-    """Return what is wrong with the rows of a result, or None."""
+    """Return why the rows of a result cannot be read, or None if they can be read."""
     try:
         return None if figures_of(content) else "has no figures"
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -95,7 +100,7 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
     found: dict[tuple[Key, str], Figure] = {}
     for rows, row in rows_of(content):
         row_key: Key = () if rows["name"] == "rows" else (("part", rows["name"]),)
-        # Results of older versions have no `group` field, which means 1.
+        # Older versions wrote no `group` field, so a `group` of 1 is not part of the key.
         named = ((name, row[name]) for name in rows["key"] if name in row)
         row_key += tuple(item for item in named if item != ("group", 1))
         if "ranks" not in row and "world" in content:
@@ -106,7 +111,7 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
             if not isinstance(value, int | float) or value <= 0:
                 continue
             key, repeat = row_key, 2
-            while (key, metric) in found:  # number rows with equal keys in their order
+            while (key, metric) in found:  # number the rows that have equal keys
                 key, repeat = (*row_key, ("again", repeat)), repeat + 1
             name = ", ".join(f"{field} {value}" for field, value in key)
             spread = _spread(row, metric)
@@ -155,7 +160,7 @@ class Change(NamedTuple):
 
 
 def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
-    """Return the changes of all figures in the order of the new result.
+    """Return the changes of all figures, in the order of the new result.
 
     Figures that are only in the old result are last.
     """

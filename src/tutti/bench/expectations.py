@@ -9,11 +9,11 @@ A threshold file contains rules. Each rule selects rows and sets bounds for thei
     busbw_gbs = { min = 350 }
     "time_us.p50" = { max = 400 }
 
-A table with min or max selects rows if the field is bytes, ranks or another of the `selectors` in
-result_fields.toml; for any other field the table is a bound. Any value other than a table selects
-the rows with that value. A rule that cannot match a row of any run is an error in the file, which
-is reported before anything is measured. A rule that matches no row of the present run counts as
-unmet, because nothing was checked.
+A field with a value or a list selects the rows that have one of these values. A field with a table
+of min or max is a bound. The `selectors` of result_fields.toml, such as bytes and ranks, are an
+exception: their tables select rows. A rule that can never match a row is an error, which is
+reported before the measurement. A rule that matches no row of the present run counts as unmet,
+because nothing was checked.
 """
 
 import math
@@ -35,7 +35,8 @@ from tutti.world.errors import UsageError, did_you_mean
 Rule = Mapping[str, Any]
 AllowedValues = Mapping[str, Collection[str]]
 
-# Fraction of a published figure that must be reached. Machines of the same kind differ in speed.
+# A result must reach this fraction of a published figure. The fraction is below 1, because machines
+# of the same kind differ in speed.
 CATALOGUE_FRACTION = 0.8
 
 _SELECTORS = RESULT_FIELDS["selectors"]
@@ -53,7 +54,7 @@ ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 
 class Expectation(NamedTuple):
-    """The parsed argument of --expect. Without a baseline and rules, it is the catalogue."""
+    """The parsed argument of --expect. Without baseline and rules, it is the hardware catalogue."""
 
     name: str
     baseline: Content | None = None  # an earlier result
@@ -65,12 +66,12 @@ def read_expectation(
 ) -> Expectation:
     """Return the parsed value of --expect, after checks that need no measurement.
 
-    `device` is the value of --device. `allowed` contains further values that text fields can have
-    in this run, such as names of pairs.
+    `device` is the value of --device. `allowed` maps text fields to the values that are possible in
+    this run, such as the names of pairs.
     """
     path = Path(text)
     if text == "catalogue":
-        # bench bandwidth compares CPU links with other links of their class.
+        # bench bandwidth also works on CPUs: it compares links with links of the same class.
         on_gpu = bench == "bandwidth" or (device != "cpu" and visible_gpu_count())
         if bench == "pairs" or not on_gpu:
             content = "the catalogue has figures of links and of collectives on GPUs only"
@@ -103,7 +104,10 @@ def _read_rules(path: Path) -> list[Rule]:
 
 
 def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value). TOML reads an unquoted time_us.p50 as a table in a table."""
+    """Yield (name, value). Names in nested tables become dotted names.
+
+    TOML reads an unquoted time_us.p50 as the key p50 in a table time_us.
+    """
     for name, value in rule.items():
         if isinstance(value, dict) and value and all(isinstance(e, dict) for e in value.values()):
             yield from ((f"{name}.{inner}", bound) for inner, bound in value.items())
@@ -179,7 +183,7 @@ def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
 
 
 def _number(value: Any) -> float:
-    """Return a number, or the number of bytes of a size such as 64M."""
+    """Return the value as a number. A size such as "64M" becomes a number of bytes."""
     return parse_size(value) if isinstance(value, str) else float(value)
 
 
@@ -201,8 +205,8 @@ def _format(value: Any) -> str:
 def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
     """Return a description of each expectation that the results do not meet.
 
-    `results` is the JSON of a bench with its schema; the environment may be missing. Raises
-    UsageError if nothing could be checked, because a run without any check must not pass.
+    `results` is the JSON of a bench. The key `schema` is required, and `environment` is optional.
+    Raises UsageError if nothing could be checked, because a run without any check must not pass.
     """
     if expectation.rules is not None:
         return [unmet for rule in expectation.rules for unmet in _check_against_rule(rule, results)]
@@ -212,7 +216,7 @@ def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
 
 
 def baseline_differences(results: Content, expectation: Expectation) -> list[str]:
-    """Return descriptions of the differences between the baseline's environment and this one."""
+    """Return descriptions of the differences between the environments of baseline and results."""
     if expectation.baseline is None:
         return []
     environment = results.get("environment") or describe_environment()
@@ -279,7 +283,7 @@ def _check_against_catalogue(results: Content) -> list[str]:
     unmet = list(_unmet_verdicts(results)) if bench_of(results) == "bandwidth" else []
     checked = 0
     for _, row in rows_of(results):
-        # Pairs and copies of bench bandwidth already have a verdict.
+        # In bench bandwidth, rows of pairs and copies have a verdict, so they were checked before.
         checked += row.get("verdict", "unknown") != "unknown"
         if gpu is None or "busbw_gbs" not in row:
             continue
@@ -311,7 +315,7 @@ def _unmet_verdicts(results: Content) -> Iterator[str]:
 
 
 def _gpu_of_exclusive_node(results: Content) -> str | None:
-    """Return the GPU model if all ranks are on one node, each with its own GPU of this model."""
+    """Return the GPU model if all ranks are on one node, each with a separate GPU of this model."""
     ranks = results.get("world", {}).get("ranks", [])
     environment = results.get("environment") or describe_environment()
     models = {gpu["name"] for gpu in environment.get("gpus", ())}

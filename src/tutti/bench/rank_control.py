@@ -69,9 +69,9 @@ class RankControl:
     def stop_on_signals(self) -> Iterator[None]:
         """Let SIGINT, SIGTERM and SIGUSR1 (forwarded by mpirun) only set `stop_requested`.
 
-        The handlers are installed for the duration of the `with` block. All ranks must enter it: a
-        barrier at entry ensures that all ranks have their handlers when any rank runs the block. If
-        a signal kills a rank that has not installed its handlers yet, the barrier fails.
+        The handlers are installed for the duration of the `with` block. All ranks must enter the
+        block. A barrier at the start of the block ensures that all ranks have installed their
+        handlers. If a signal kills a rank that has not installed its handlers, the barrier fails.
         """
 
         def request_stop(number: int, frame: FrameType | None) -> None:
@@ -111,7 +111,7 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
         result = action()
     except (Unsupported, UsageError) as error:
         reason, raised = str(error), error
-    # torch raises these errors if a backend lacks an operation; waits raise them if a peer failed.
+    # torch raises these errors if a backend lacks an operation or if a peer failed during a wait.
     except (RuntimeError, TypeError, ValueError, TimeoutError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raised = error

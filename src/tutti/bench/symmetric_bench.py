@@ -1,8 +1,8 @@
 """`tutti bench symmetric`: latency of one-sided operations and of structures in symmetric memory.
 
 Most probes measure calls of rank 0 on memory of rank 1. A one-way probe is a ping-pong between
-ranks 0 and 1, and reports half of the round-trip time. All probes are measured in turn. Then the
-all-reduces of all backends are compared.
+ranks 0 and 1, and reports half of the round-trip time. The probes take turns in each round. After
+the last round, all_reduce is measured on all backends.
 """
 
 import math
@@ -105,7 +105,7 @@ class SymmetricBench:
         try:
             self._run_rounds(probes, heap.backend)
         except Exception:
-            # Under launchers that start no new ranks, these are the only results.
+            # Report the rows now if no new ranks are started after this crash.
             if not self.cases.restarts:
                 self.report(self.rows)
             raise
@@ -231,7 +231,7 @@ def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
 
     first = data[0]
 
-    # A partial with keyword arguments would add 0.1 µs to these calls.
+    # functools.partial with keyword arguments would make these calls 0.1 µs slower.
     def put() -> None:
         target.put(first, to=1)
 
@@ -263,7 +263,7 @@ def _signal(heap: Heap, slot: int) -> Iterator[Probe]:
 
 
 def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[], None]:
-    """Return the call of this rank. Rank 0 sends and waits for an answer; rank 1 answers."""
+    """Return the function of this rank: rank 0 sends and waits for an answer; rank 1 answers."""
     numbers = count(1)  # the value of a signal is the number of calls so far
 
     def ping() -> None:
@@ -427,7 +427,8 @@ def _adapter_store(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
         return all(bool((tensor == values[active]).all()) for tensor in store.active().values())
 
     def fetch_again() -> None:
-        # The third adapter is neither active nor the previous one, so it can be removed.
+        # The adapter "third" can be removed, because it is neither the active adapter nor the
+        # previously active adapter.
         store.remove("third")
         store.prefetch("third").result()
 
@@ -467,8 +468,9 @@ def _distributed_tensor(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _pooled_cache(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    # Two values are read in turn. If the local tier has space for only one value, each get finds
-    # its value in the other tier, "peer" or "host".
+    # {tier that each get reads: number of values that fit into the local, peer and host tiers}
+    # Two values are read in turn. If only one value fits into the local tier, each get finds its
+    # value in the tier "peer" or "host".
     tiers = {"local": (2, 0, 0), "peer": (1, 2, 0), "host": (1, 0, 2)}
     count = _POOLED_BYTES // 4
     values = {key: torch.full((count,), key, device=heap.device) for key in (1.0, 2.0)}
@@ -503,6 +505,7 @@ def _numbered_row(index: int) -> Tensor:
 
 
 def _barrier_on_host(heap: Heap) -> None:
-    # The host looks up names, so it must also wait: on a GPU heap.barrier() only orders streams.
+    # On a GPU, heap.barrier() only orders streams. The host must also wait, because it looks up
+    # names.
     heap.barrier()
     heap.quiet()

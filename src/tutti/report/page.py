@@ -1,8 +1,8 @@
 """Builds the page, which is one HTML file that requests nothing from the network.
 
-Text from a file cannot run as code. The template escapes all text, figures are embedded as JSON
-that cannot close its script tag, and the page's content security policy allows no requests and only
-the two scripts whose hashes it lists.
+Text from a file cannot run as code. The template escapes all text, and figures are embedded as JSON
+that cannot close its script tag. The content security policy of the page forbids all requests, and
+allows only two scripts, which it identifies by their hashes.
 """
 
 import base64
@@ -63,13 +63,17 @@ SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...
 )
 # Tables with more rows stay collapsed when the page is printed.
 _LONG_TABLE = 60
-# A file of an older version may lack a key. Its figure is omitted, and a note reports that. The
-# other errors mean that a value has a wrong type, and then there is no page.
+# These errors mean that a value in a file has a wrong type. In this case, no page is written. A
+# KeyError is not listed, because a file of an older version may lack a key. Then only the figure is
+# omitted, and the page has a note.
 _WRONG_TYPE = (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
 def select(sources: ReportSources, kind: str) -> Sequence[Any]:
-    """Return the sources of a section. `kind` is runs, profiled, all, other, or schemas."""
+    """Return the sources of a section.
+
+    `kind` is runs, profiled, all, other, or the names of schemas, separated by spaces.
+    """
     if kind == "runs":
         return [sources.runs]
     if kind == "profiled":
@@ -169,14 +173,14 @@ def _without_damage(
 
 
 def _parts(source: Any) -> Sequence[Any]:
-    """Return the runs and results of which `source` consists."""
+    """Return the runs and results that `source` contains."""
     if isinstance(source, ReportSources):
         return source.all
     return source if isinstance(source, list) else [source]
 
 
 def _fails(make: Callable[[Any], Iterator[Any]], whole: Any, part: Any) -> bool:
-    """Return whether a part of the sources alone causes the error."""
+    """Return whether `make` also fails if `part` is the only source."""
     alone = part
     if isinstance(whole, ReportSources):
         is_run = isinstance(part, Run)
@@ -212,7 +216,7 @@ def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def show(cell: Any) -> str:
-    """Return a table cell as text. Numbers have four digits, without an exponent if possible."""
+    """Return a table cell as text. Floats have four digits, without an exponent if possible."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -237,14 +241,14 @@ def script_json(content: Any) -> str:
 
 
 def _flags(text: str) -> Any:
-    """Return escaped text in which command-line flags are code, which is not broken into lines."""
+    """Return escaped text with command-line flags in <code>, so that no line breaks in a flag."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<![\w-])--[a-z][\w-]*", r"<code>\g<0></code>", str(escape(text))))
 
 
 def _svg_data_url(svg: str) -> str:
-    """Return an SVG as an image, which cannot run scripts or change the style of the page."""
+    """Return the URL of an SVG image, which cannot run scripts or change the style of the page."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

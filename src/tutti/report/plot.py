@@ -19,7 +19,7 @@ from tutti.measure.units import format_bytes
 # Maximum number of points in a curve and of rows in its table, so that the page stays small.
 MAX_POINTS = 400
 
-# Colours for marks that are neither a part of a step nor a loss, with values as in colours.toml.
+# Colours for marks that are neither a part of a step nor a loss. colours.toml uses the same values.
 BLUE, SKY, ORANGE, VERMILION = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 GREEN, PURPLE, GREY = "#009e73", "#cc79a7", "#7d8590"
 _STYLE = tomllib.loads(Path(__file__).with_name("colours.toml").read_text())
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of unrounded numbers. The page rounds them. `head` has the titles with units."""
+    """A table of numbers, which the page rounds. `head` has the titles of columns, with units."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -63,14 +63,20 @@ class Figure:
     half_width: bool = False
     """Whether the figure has half the width of a wide page."""
     x_axes: Mapping[str, str] = field(default_factory=dict)
-    """Titles of the x axes of training curves. Each trace has the values of axis `k` in xs[k]."""
+    """Titles of the x axes that the reader can choose for training curves, by key.
+
+    The x values of a trace are in `x` for the key "step", and in `xs[key]` for any other key.
+    """
     variants: Mapping[str, tuple[Sequence[dict[str, Any]], Mapping[str, Any]]] = field(
         default_factory=dict
     )
-    """Other (traces, layout) of the figure by name. The first has `traces` and `layout`."""
+    """The (traces, layout) of each variant that the reader can choose, by name.
+
+    The first variant has the same data as `traces` and `layout`.
+    """
 
     def __post_init__(self) -> None:
-        """Raise TypeError if a value to draw is not a number; plotly would draw a category."""
+        """Raise TypeError if a value is not a number, which plotly would draw as a category."""
         labels = self.layout.get("yaxis", {}).get("type") == "category"
         for trace in self.traces:
             across = labels or trace.get("orientation") == "h"
@@ -85,7 +91,7 @@ def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
     """Return the value of `source` in each row.
 
     A source is a path such as `time_us.p50` or `spread.0`. It may have a factor, as in `100*share`.
-    A path that ends in `?` may be missing.
+    If a path ends in `?`, rows without this path have the value None.
     """
     factor, _, path = source.rpartition("*")
     optional = path.endswith("?")
@@ -102,7 +108,7 @@ def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: str) -> Table:
-    """Return a table. `columns` is a list of `source` or `title=source`, separated by commas."""
+    """Return a table. Each of the comma-separated `columns` is `source` or `title=source`."""
     pairs = [text.partition("=") for text in columns.split(", ")]
     values = [column(rows, source or title) for title, _, source in pairs]
     return Table([title.removesuffix("?") for title, *_ in pairs], list(zip(*values, strict=True)))
@@ -118,7 +124,7 @@ def figure(
     variants: Mapping[str, tuple[Sequence[dict[str, Any]], Mapping[str, Any]]] | None = None,
     **words: object,
 ) -> Figure:
-    """Return a figure with the texts of figures.toml, into which `words` are inserted."""
+    """Return a figure with the texts of `key` in figures.toml, into which `words` are inserted."""
     texts = _TEXTS[key]
     keys = ("title", "description", "columns")
     title, description, columns = (texts[name].format(**words) for name in keys)
@@ -137,7 +143,7 @@ def count(number: int, noun: str) -> str:
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return the rows for each value of `key(row)`, in order."""
+    """Group the rows by `key(row)`. Groups are in the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -277,10 +283,10 @@ def log_axis(
 def size_curves(
     lines: Mapping[str, Sequence[Row]], source: str, unit: str, **more: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return traces and layout of a value over message size, with a line for each group of rows.
+    """Return (traces, layout) of the values of `source` over message size, a curve for each group.
 
-    Both axes are logarithmic. Ticks are at message sizes that occur, such as 64 KiB. A value of 0
-    is omitted, because it has no logarithm.
+    Both axes are logarithmic. The ticks of the x axis are at measured sizes, such as 64 KiB. A
+    value of 0 is omitted, because it has no logarithm.
     """
     values = {name: [value or None for value in column(lines[name], source)] for name in lines}
     sizes = {row["bytes"] for rows in lines.values() for row in rows if row["bytes"]}
@@ -308,7 +314,7 @@ def size_curves(
 
 
 def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
-    """Return ticks that are at least a fraction `gap` of the logarithmic axis apart."""
+    """Return ticks whose distance is at least the fraction `gap` of the logarithmic axis."""
     spaced: list[float] = []
     for tick in ticks:
         if not spaced or tick >= spaced[-1] * (ticks[-1] / ticks[0]) ** gap:

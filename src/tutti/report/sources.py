@@ -1,8 +1,8 @@
 """Finds and reads the sources of a page: run directories, scaling folders, result files.
 
-A path that the user names must exist and be a file or folder of tutti. Inside a run directory files
-may be missing. A damaged file is not shown, and a note on the page names it. If nothing of a path
-can be read, or if a file has an unknown version, there is no page.
+A path that the user names must exist and be a file or folder of tutti. In a run directory, files
+may be missing. A damaged file is omitted, and a note on the page names the file. No page is written
+if a path has nothing that can be read, or if a file has an unknown version.
 """
 
 import json
@@ -23,7 +23,8 @@ ACCEPTED = (
     "a run directory of `tutti train`, a folder of `tutti profile` or `tutti scale`, "
     "or a file written by --json"
 )
-# A trace begins with one of these keys, so its events, which may be gigabytes, are not read.
+# A trace has one of these keys in its first bytes. So a trace is recognized without reading its
+# events, which may be gigabytes.
 _TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
@@ -40,14 +41,14 @@ class Run:
     started: dict[str, Any] = field(default_factory=dict)
     """The content of environment.json: command, environment, world, git."""
     metrics: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """The rows of each rank."""
+    """The rows of the metrics file of each rank."""
     profile: dict[str, Any] | None = None
     explanation: Explanation | None = None
-    """None if there is only the JSON of a profile, which has no intervals."""
+    """The analysis of the traces, or None if there are no traces."""
     of_scaling: bool = False
-    """Whether this is one repeat of a scaling, whose throughput is the median over repeats."""
+    """Whether the run is one of the repeats in a folder of `tutti scale`."""
     in_detail: bool = True
-    """Whether the steps are shown. In a scaling folder, only runs with the most ranks are shown."""
+    """Whether the steps are shown. In a scaling folder, this is True only for the most ranks."""
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
@@ -110,7 +111,8 @@ def read_sources(paths: Sequence[Path]) -> ReportSources:
             _read_file(path, sources)
         if len(sources.all) == count:
             raise UsageError(f"{path} has nothing to report. Use {ACCEPTED}.")
-    # Equal names get the names of their folders. Names that are still equal get a number.
+    # Sources with equal names get the name of their folder as a prefix. Sources whose names are
+    # still equal also get a number.
     count_of = Counter(source.name for source in sources.all)
     for source in sources.all:
         if count_of[source.name] > 1:
@@ -158,7 +160,7 @@ def _read_directory(path: Path, sources: ReportSources) -> None:
 def _add_result(
     path: Path, content: Any, sources: ReportSources, skip_profile: bool = False
 ) -> str | None:
-    """Add a result file to the sources and return its schema, or None if it has none.
+    """Add a result file to the sources. Return its schema, or None if the file has no tutti schema.
 
     With `skip_profile`, the JSON of a profile is ignored, because the traces are read instead.
     """
@@ -186,7 +188,7 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
     run.started = _read_object(path / "environment.json", sources)
     names = {file: re.fullmatch(r"rank(\d+)", file.stem) for file in (path / "metrics").glob("*")}
     for rank, file in sorted((int(name[1]), file) for file, name in names.items() if name):
-        # Of the other ranks, only the time in which they wait is shown.
+        # The page shows all metrics of the first rank, but only the waiting time of other ranks.
         only = "wait_fraction" if run.metrics else ""
         run.metrics[rank] = _read_metrics(file, sources, only)
     try:
@@ -204,9 +206,10 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
 
 
 def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources) -> None:
-    """Read one repeat of each number of ranks and each swept value.
+    """Read one repeat for each combination of swept flags and number of ranks.
 
-    The repeat is the one whose folder is in scale.json, otherwise the first repeat.
+    If scale.json names the folder of a repeat, this repeat is read. Otherwise the first repeat is
+    read.
     """
     rows = [*(content.get("rows") or []), *(content.get("sweep") or [])]
     in_rows = {Path(row["folder"]).name for row in rows if row.get("folder")}
@@ -231,7 +234,7 @@ def _explain(run: Run, files: Sequence[Path]) -> None:
 
 
 def _check_version(path: Path, content: dict[str, Any]) -> None:
-    """Raise UsageError if the file is of a later version than this one reads."""
+    """Raise UsageError if the schema of the file has a version other than 1."""
     schema, _, version = str(content.get("schema", "")).partition("/")
     if schema.startswith("tutti.") and version not in ("", "1"):
         raise UsageError(
@@ -241,7 +244,7 @@ def _check_version(path: Path, content: dict[str, Any]) -> None:
 
 
 def _check_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Raise UsageError if a value that must be a number is not."""
+    """Raise UsageError if a value that must be a number has another type."""
     for key in ("steps", "samples", "samples_per_s", "final_loss", "test_loss", "test_accuracy"):
         if not isinstance(value := summary.get(key), int | float | None):
             raise UsageError(f"{path}: {key} has a wrong type: {value!r} is not a number")
@@ -265,11 +268,11 @@ def _read_object(
 
 
 def _read_metrics(path: Path, sources: ReportSources, only: str = "") -> list[dict[str, Any]]:
-    """Return the rows of a file, or only the rows that contain the key `only`."""
+    """Return the rows of a metrics file. If `only` is given, return only rows with this key."""
     rows, damaged = [], 0
     with path.open(errors="replace") as file:
         for line in file:
-            if only not in line:  # the files of all ranks may have millions of lines
+            if only not in line:  # parsing the lines of all ranks would be slow
                 continue
             try:
                 row = json.loads(line)
@@ -295,7 +298,7 @@ def _traces_in(path: Path) -> list[Path]:
 
 
 def _is_trace(path: Path) -> bool:
-    """Return whether the first bytes of a file are those of the trace of one rank.
+    """Return whether the first bytes of a file show that it is the trace of one rank.
 
     Every gzipped file counts as a trace.
     """

@@ -22,12 +22,12 @@ _MAX_RUNS = 3  # if there are more runs, the summary gives only their number
 
 
 class KeyNumbers(NamedTuple):
-    """The most important numbers of a run, or None if unknown. Shares are means over ranks."""
+    """The key numbers of a run. Unknown numbers are None, and shares are means over ranks."""
 
     ranks: int | None
     backend: str | None
     step_s: float | None
-    computing: float | None  # share of the step with compute, with or without communication
+    computing: float | None  # share of the step in which ranks compute
     largest_loss: tuple[str, float]  # the part in LOST_PARTS with the largest share of the step
     late: dict[str, Any] | None  # the straggler that the advice names
 
@@ -58,7 +58,7 @@ def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, fl
 
 
 def scale_rows(result: Result) -> dict[str, Rows]:
-    """Return the rows of a scaling series for each set of swept flags, sorted by ranks."""
+    """Return the rows of a scaling for each set of swept flags, sorted by number of ranks."""
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
         if "efficiency" in row:
@@ -67,7 +67,7 @@ def scale_rows(result: Result) -> dict[str, Rows]:
 
 
 def best_scale_rows(result: Result) -> Rows:
-    """Return the rows of the series that was fastest with the most ranks."""
+    """Return the rows of the series with the highest throughput at the largest rank count."""
     found = scale_rows(result).values()
     return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
 
@@ -98,7 +98,7 @@ def sentences(sources: ReportSources) -> Iterator[str]:
     scalings = sources.of_schema("tutti.scale")
     for result in scalings:
         yield " ".join(_scale_sentences(result))
-    # If the page has a scaling series, describe only its last profiled run, with the most ranks.
+    # If the page has a scaling series, describe only the profiled run with the most ranks.
     runs = sources.profiled[-1:] if scalings else sources.runs
     if len(runs) <= _MAX_RUNS:
         for run in runs:
@@ -160,7 +160,8 @@ def _run_sentences(run: Run) -> Iterator[str]:
     facts = [count(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
-    # The throughput of a scaling is the median of its repeats, and this run is one of them.
+    # The summary of a scaling has the median throughput of its repeats. The throughput of one
+    # repeat would contradict the median.
     if run.summary.get("samples_per_s") is not None and not run.of_scaling:
         facts.append(f"{run.summary['samples_per_s']:,.0f} samples/s")
     if losses := metric(run, "loss"):
@@ -191,7 +192,7 @@ class Tile(NamedTuple):
 
 
 def tiles(sources: ReportSources) -> Iterator[Tile]:
-    """Yield throughput, efficiency, largest loss and straggler of the scaling or the first run."""
+    """Yield the large numbers of the scaling, or of the first run if there is no scaling."""
     scalings = sources.of_schema("tutti.scale")
     run = next(iter(sources.profiled[-1:] if scalings else sources.runs[:1]), None)
     for last in best_scale_rows(scalings[0])[-1:] if scalings else []:

@@ -2,10 +2,10 @@
 
 Each pair of ranks is compared with the other pairs of its class (same core, NVLink, other host, …)
 and with the catalogue. An end is a rank or a host, either as a sender or as a receiver. The
-reference speed of a class is a median over ends: the best speed of each end is taken first. The
-median over pairs is not used, because one bad end can make half of all pairs slow. The speed of a
-pair is that of its best pass, because other load on the machine can slow down the other passes of
-a healthy link. If all pairs of one end are slow, the finding names the end, not the pairs.
+reference speed of a class is the median of the best speeds of its ends. The median over pairs is
+not used, because one bad end can make half of all pairs slow. The speed of a pair is the speed of
+its best pass, because other load on the machine can slow down single passes of a healthy link. If
+all pairs of one end are slow, the finding names the end, not the pairs.
 """
 
 import json
@@ -33,10 +33,10 @@ from tutti.world.world import World
 Row = dict[str, Any]
 Flow = tuple[int, int]
 RankLocation = dict[str, Any]
-Published = Callable[[Row], Figure | None]  # a function that returns the catalogue's figure
+Published = Callable[[Row], Figure | None]  # returns the catalogue's figure for a row
 
 VERDICTS = ("unknown", "good", "degraded", "bad")  # in order of severity, lowest first
-# A figure below these fractions of its reference is "degraded" or "bad".
+# A speed below these fractions of the reference speed is "degraded" or "bad".
 DEGRADED, BAD = 0.8, 0.5
 _SLOW = ("degraded", "bad")
 # Differences of up to this many σ are noise. σ is the larger of two estimates: the spread
@@ -267,7 +267,7 @@ def _explain_slow_flows(
 ) -> list[tuple[str, list[int], set[Flow]]]:
     """Return (name, ranks at the slow end, flows) of each slow host, rank or pair.
 
-    Flows are attributed to hosts (if the pairs are between hosts), then to ranks, then to pairs.
+    A slow flow belongs to a host (if pairs are between hosts), else to a rank, else to a pair.
     """
     found = []
     unexplained = set(slow)

@@ -1,8 +1,8 @@
 """Point-to-point transfers: messages between ranks, an all-reduce made of messages, GPU copies.
 
 A flow is (source rank, destination rank). The receiver measures the time from the arrival of the
-first window of messages to the arrival of the last window. Neither a late start nor buffering at
-the sender is included. All kinds of traffic are measured in interleaved passes, so a temporary
+first window of messages to the arrival of the last window. This time includes neither a late start
+nor buffering at the sender. All kinds of traffic are measured in interleaved passes, so a temporary
 disturbance of the machine affects one sample of each kind instead of all samples of one kind.
 """
 
@@ -29,8 +29,8 @@ from tutti.measure.units import format_size
 from tutti.world.rank_cases import Cases
 
 PASSES = 5
-# Messages in flight at the same time, so that the bandwidth of the link is measured and not the
-# wake-up latency.
+# Number of messages in flight at the same time. With only one message, the time to wake up a rank
+# would be measured, not the bandwidth of the link.
 _WINDOW = 4
 _MAX_WINDOWS = 1000
 # The data repeats after this many bytes. 8191 is a prime, so no chunk size of a backend is a
@@ -43,7 +43,7 @@ Flow = tuple[int, int]
 
 @dataclass
 class Traffic:
-    """Flows that are active at the same time, at most one into each rank, and their samples."""
+    """Flows that are active at the same time (at most one into each rank), and their samples."""
 
     kind: str  # "one way", "both ways" or "one to all"
     flows: tuple[Flow, ...]
@@ -65,7 +65,10 @@ class Traffic:
         return sorted(self.bytes / seconds / 1e9 for seconds in self.seconds.get(flow, ()))
 
     def total_speeds(self, flows: Sequence[Flow] | None = None) -> list[float]:
-        """Return the total GB/s in each pass: the bytes of all flows / the slowest flow's time."""
+        """Return the total speed of several flows in each pass in GB/s, in ascending order.
+
+        The total speed is the bytes of all flows divided by the time of the slowest flow.
+        """
         samples = [self.seconds.get(flow, []) for flow in flows or self.flows]
         slowest = [max(times) for times in zip(*samples, strict=True)]
         return sorted(len(samples) * self.bytes / seconds / 1e9 for seconds in slowest)
@@ -126,7 +129,7 @@ class TrafficMeter:
         to = [dst for src, dst in traffic.flows if src == self._rank]
         source = next((src for src, dst in traffic.flows if dst == self._rank), None)
         if self._sent.numel() != traffic.bytes:
-            # Free the old buffers first, because old and new buffers may be large.
+            # Free the old buffers first, because memory may be too small for old and new buffers.
             self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._sent = data_pattern(self._rank, traffic.bytes, self._device)
             self._received = torch.zeros_like(self._sent)
@@ -198,17 +201,17 @@ def data_pattern(rank: int, size: int, device: torch.device) -> Tensor:
 def point_to_point_all_reduce(
     backend: str, algorithm: str, group: dist.ProcessGroup, buffers: Buffers
 ) -> Backend:
-    """Return an in-place all_reduce made of point-to-point messages, as a ring or as a tree.
+    """Return a backend whose all_reduce is a ring or a tree of point-to-point messages, in place.
 
-    The all_reduce of the backend is compared with this baseline. For n ranks, S bytes, α seconds
-    per message and β seconds per byte:
+    It is a baseline for the all_reduce of `backend`. With n ranks, S bytes, α seconds per message
+    and β seconds per byte, an all_reduce takes:
 
         ring: 2 (n - 1) steps of S / n bytes: 2 (n - 1) α + 2 (n - 1) / n · S β
         tree: 2 ⌈log2 n⌉ steps of S bytes:    2 ⌈log2 n⌉ (α + S β)
 
     The tree is faster for small tensors on many ranks, and the ring is faster for large tensors. On
-    two ranks, the ring sends two halves of the tensor in each direction at the same time. The tree
-    sends the whole tensor to rank 0 and then back.
+    two ranks, each step of the ring sends half of the tensor in both directions at the same time,
+    and the tree sends the whole tensor to rank 0 and then back.
     """
     function = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
 
@@ -257,8 +260,8 @@ def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
 
 # ---- Copies between host and GPU, inside a GPU, and between the GPUs of one process ----
 
-# One sample is the mean of 16 copies between two CUDA events, as in nvbandwidth. If the queue has
-# several copies, the time that the host needs to launch a copy is hidden.
+# One sample is the mean of 16 copies between two CUDA events, as in nvbandwidth. The host launches
+# copies while the GPU runs earlier copies, so the launch time is hidden.
 _COPIES = 16
 
 

@@ -32,8 +32,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 # {name of the backend: algorithm of symmetric.all_reduce}
 _ALGORITHMS = {"symmetric": "auto", "one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
-# Limit for the tensors of all calls in a group, because each grouped call needs its own tensors.
-# Larger messages gain nothing from a group.
+# Limit in bytes for the tensors of all calls in a comm.group(), because each call needs separate
+# tensors. Larger messages gain nothing from a group.
 _MAX_GROUPED_BYTES = 256 << 20
 
 
@@ -116,7 +116,7 @@ def torch_backend(name: str, group: dist.ProcessGroup, about: str, buffers: Buff
 def _prepare_torch_call(
     case: CollectiveCase, group: dist.ProcessGroup, take: Callable[[str, int], Tensor]
 ) -> PreparedCase:
-    """Prepare a case that calls torch.distributed as a program would."""
+    """Prepare a case as a call of torch.distributed on the tensors that `take` returns."""
     sent, received, fill, check = cases.allocate(case, take)
     splits = case.uneven_splits(case.rank)
     sent_shards, received_shards = (
@@ -139,7 +139,7 @@ def _prepare_torch_call(
     function, *arguments = calls[case.operation.name]
     call = partial(function, *arguments, group=group)
     if case.operation.native == "in" and not case.in_place and case.sends:
-        # torch has only an in-place form of the operation.
+        # torch has only an in-place form of the operation, so the input is copied to the result.
         call = partial(cases.copy_then_call, received, sent, call)
     return PreparedCase(fill, check, call)
 
@@ -173,7 +173,10 @@ def send_recv(
 def with_grouped(
     backends: Sequence[Backend], times: int, device: torch.device
 ) -> Iterator[Backend]:
-    """Yield the backends. Each torch.distributed backend is followed by its grouped form."""
+    """Yield the backends, each torch.distributed backend in two forms.
+
+    The second form makes `times` calls in one comm.group().
+    """
     buffers = Buffers(device)
     about = f"{times} calls in one comm.group(), time per call"
     for backend in backends:

@@ -1,9 +1,10 @@
 """One collective at one size: its tensors on this rank, the data to send and the expected result.
 
 Values are integers whose sum over all ranks fits the mantissa of the dtype, so every correct
-result is exact in any order of reduction. Values depend on rank and index. They repeat after 8191
-elements, a prime, so that no chunk size of a backend is a multiple of the period. No value is 0:
-every element of a receive buffer that is cleared before the call is wrong until it is written.
+result is exact in any order of reduction. Values depend on rank and index, and repeat after 8191
+elements. 8191 is a prime, so no chunk size of a backend is a multiple of the period, and a chunk
+that was written to the wrong place is detected. No value is 0, and receive buffers are cleared
+before the call, so an element that was not written is detected.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ class CollectiveCase:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the root, if the operation has one."""
+        """Whether this rank is rank 0, which is the root of operations such as broadcast."""
         return self.rank == 0
 
     @property
@@ -96,12 +97,12 @@ def case_groups(
 ) -> list[list[CollectiveCase]]:
     """Return one group of cases per size, for a Sweep. Cases of a group differ in placement only.
 
-    `placement` is "in", "out", "both", or "native" for the form that torch.distributed has.
+    `placement` is "in", "out", "both", or "native" for the placement that torch.distributed has.
     """
     operation = OPERATIONS[op]
     named = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
     placements = [name for name in named if name in operation.placements]
-    # Several small sizes may give the same count.
+    # Several small sizes may give the same number of elements.
     counts = sorted({operation.count(size, dtype.itemsize, world.size) for size in sizes})
     return [
         [CollectiveCase(operation, count, dtype, p, world.rank, world.size) for p in placements]
@@ -112,7 +113,7 @@ def case_groups(
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case on one backend, with a tensor to fill before the call and one to check after it."""
+    """A case on one backend. `sent` is filled before the call, and `received` is checked after."""
 
     sent: Tensor
     received: Tensor
@@ -127,7 +128,8 @@ class Backend:
 
     name: str  # the name in --backends, tables and JSON
     about: str  # the version or variant, or ""
-    # Allocates tensors and binds the call. Raises Unsupported with the reason.
+    # Allocates the tensors of a case and returns the call. Raises Unsupported, with the reason, if
+    # the backend cannot run the case.
     prepare: Callable[[CollectiveCase], PreparedCase]
     group: dist.ProcessGroup | None = None  # the group of a torch.distributed backend
 
@@ -164,7 +166,7 @@ def allocate(
     if name == "barrier":
         sent = received = nothing
     elif not case.in_place or root_in_place:
-        # Ranks have uneven shards, but allocate the same number of elements.
+        # Shards are uneven, but symmetric memory requires the same number of elements on all ranks.
         uneven = name == "all_gather_uneven"
         largest = max(uneven_shards(case.count, case.ranks)) if uneven else case.sent_count
         sent = take("sent", largest)[..., : case.sent_count]
@@ -201,7 +203,7 @@ class Payload:
 
 
 def payload(case: CollectiveCase) -> Payload:
-    """Return the data and the expected result of this rank, or empty tensors if it has none."""
+    """Return the data that this rank sends and the result that it expects. Either may be empty."""
     count, rank, nothing = case.count, case.rank, torch.empty(0, dtype=case.dtype)
     tiles = _tiles(case.dtype, case.ranks)
     summed = torch.stack(tiles).sum(0).to(case.dtype) if case.operation.reduces else tiles[0]

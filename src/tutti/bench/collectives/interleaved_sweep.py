@@ -38,14 +38,17 @@ class _Entry:
     wrong: int = 0
 
     def reset(self) -> None:
-        """Clear the result, then write the input. In place, both are the same tensor."""
+        """Clear the result, then write the input.
+
+        The order matters, because an in-place case has the same tensor for result and input.
+        """
         self.prepared.received.zero_()
         self.prepared.sent.copy_(self.data.sent)
 
 
 @dataclass
 class Sweep:
-    """Measures cases one after the other, and keeps the rows and the skipped combinations."""
+    """Measures cases one after the other, and keeps the rows and the skipped operations."""
 
     backends: Sequence[Backend]
     control: RankControl
@@ -68,7 +71,7 @@ class Sweep:
     ) -> None:
         """Measure all cases. After each group, `report` is called with the rows of the group.
 
-        `cases` has the groups that earlier ranks have measured, and those that crashed.
+        `cases` has the groups that were measured before a restart, and the groups that crashed.
         """
         cases = cases or Cases(None)
         for group in groups:
@@ -87,7 +90,10 @@ class Sweep:
         self.complete = True
 
     def planned_rows(self, groups: Iterable[Sequence[CollectiveCase]]) -> list[Row]:
-        """Return the rows that will be measured, with ideal figures, to check --expect early."""
+        """Return the rows that the run will measure, with ideal figures.
+
+        With these rows, the caller checks before the run whether --expect has a figure for any row.
+        """
         times = {"p50": 1e-9, "p95": 1e-9, "min": 1e-9, "cv": 0.0}
         ideal = {"time_us": times, "busbw_gbs": math.inf, "group": 1, "wrong": 0}
         return [
@@ -145,7 +151,7 @@ class Sweep:
         return max(1e-7, self.control.max_over_ranks([float(seconds.mean())])[0])
 
     def _interleave(self, case: CollectiveCase, entries: list[_Entry], timing: str) -> list[Tensor]:
-        """Return the seconds of every call of each entry. The order rotates between rounds."""
+        """Return the seconds of every call of each entry. The order of entries rotates by round."""
         rounds = self.max_rounds
         if any(entry.seconds > _LONG_CALL_SECONDS for entry in entries):
             rounds = min(_ROUNDS_OF_LONG_CALLS, rounds)
@@ -176,7 +182,7 @@ class Sweep:
         ]
 
     def _round(self, entry: _Entry, timing: str) -> Tensor:
-        """Return the seconds of each call of one round, on the slowest rank of the call."""
+        """Return the seconds of each call of one round. A call is timed on its slowest rank."""
         call = entry.prepared.call
         # Make untimed calls, because other backends have run since the last turn of this backend,
         # and ranks leave the barrier one after the other.
@@ -186,7 +192,7 @@ class Sweep:
             seconds = time_back_to_back(call, entry.calls, self.world.device)
             return self.control.max_of_tensor(seconds)
         starts, ends = time_isolated(call, entry.calls, self.world.device, self.control.check_stop)
-        if self.world.nodes > 1:  # the clocks of hosts differ, so use the durations of ranks
+        if self.world.nodes > 1:  # the clocks of hosts differ, so compare durations
             return self.control.max_of_tensor(ends - starts)
         return self.control.max_of_tensor(ends) - self.control.max_of_tensor(starts)
 
@@ -238,13 +244,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # {backend of a row: path}. Backends on symmetric tensors are not listed, because the table is for
 # ordinary tensors.
 PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}
-# A change of path between two sizes must save at least this fraction of the time, added up over
-# all sizes from the change on.
+# A change of path must save at least this fraction of the time. Savings are added up over all sizes
+# from the change on.
 _MIN_GAIN = 0.05
 
 
 def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:
-    """Return the measurement of each row of a sweep whose result is correct."""
+    """Return a measurement for each row of a sweep that has a correct result."""
     return [
         Measured(row["op"], device, PATH_OF[row["backend"]], row["bytes"], row["time_us"]["p50"])
         for row in rows
@@ -253,7 +259,7 @@ def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measu
 
 
 def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
-    """Return the measurement of the path that is chosen for each size of one operation.
+    """Choose a path for each message size of one operation, and return the chosen measurements.
 
     If the fastest path were chosen at each size, noise would make the choice alternate at sizes for
     which two paths are about equally fast. Instead, the sum of ln(time / fastest time) over sizes,

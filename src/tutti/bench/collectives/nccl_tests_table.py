@@ -39,7 +39,7 @@ class CollectivesTable:
 
     spread: bool = False
     operation: str = ""  # operation of the last printed row
-    columns: Sequence[str] = ()  # columns of this operation
+    columns: Sequence[str] = ()  # columns that are printed for this operation
 
     def add(self, rows: list[Row]) -> None:
         """Print the rows of one operation and size."""
@@ -109,7 +109,10 @@ def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _ratio(row: Row, rows: list[Row]) -> str:
-    """Return the speed relative to the first backend; for a group, relative to single calls."""
+    """Return the speed of a row relative to the first backend.
+
+    The speed of grouped calls is relative to single calls of the same backend.
+    """
     kind = (row["placement"], row["timing"])
     comparable = [other for other in rows if (other["placement"], other["timing"]) == kind]
     baseline = comparable[0]
@@ -127,7 +130,7 @@ def _format_us(microseconds: float) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Return the rows as CSV with a header. time_us becomes time_us_p50, time_us_p95, …"""
+    """Return the rows as CSV with a header. time_us becomes columns time_us_p50, time_us_p95, …"""
     text = io.StringIO()
     for number, row in enumerate(rows):
         flat = {key: value for key, value in row.items() if key != "time_us"}

@@ -52,7 +52,7 @@ class Pair:
     baseline: Callable[[], Any]
     optimized: Callable[[], Any]
     tolerance: float = 0.0
-    """Largest allowed difference, relative to the largest value of a tensor."""
+    """Largest allowed difference of the results, relative to the largest value of the baseline."""
     reason: str = ""
     """The workload, and why the tolerance is not 0. This text is printed below the row."""
     close: Callable[[], None] = lambda: None
@@ -61,7 +61,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Setting:
-    """The environment of a pair. Every function that makes a pair has this argument."""
+    """The environment of a pair, which every function that makes a pair gets as its argument."""
 
     world: "World"
     quick: bool = False
@@ -82,7 +82,7 @@ class Setting:
         return quick if self.quick else full
 
     def need(self, condition: bool, reason: str) -> None:
-        """Skip the pair unless the condition holds on every rank. All ranks must call this."""
+        """Skip the pair if `condition` is false on any rank. All ranks must call this method."""
         from tutti.world.exchange import gather_json
 
         if not all(gather_json(condition)):
@@ -90,7 +90,7 @@ class Setting:
 
 
 class PairEntry(NamedTuple):
-    """The name of a pair, and a function that makes the pair. The function imports its module."""
+    """The name and description of a pair, and a function that makes the pair."""
 
     name: str
     about: str  # what the baseline does → what the optimized form does
@@ -98,7 +98,7 @@ class PairEntry(NamedTuple):
 
 
 def _make_builtin(name: str, setting: Setting) -> Pair:
-    """Return a built-in pair. Its module, which imports torch, is imported here."""
+    """Return a built-in pair. Its module is imported only here, because it imports torch."""
     kind = "memory" if name in ("pinned", "unified", "placement") else "communication"
     module = import_module(f"tutti.bench.pairs.{kind}_pairs")
     pair: Pair = getattr(module, name.replace("-", "_"))(setting)

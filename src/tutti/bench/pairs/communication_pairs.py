@@ -32,7 +32,7 @@ Future = torch.futures.Future[Tensor]
 
 # Bucket sizes to try, in MiB. The gradients have 64 MiB on the CPU and 192 MiB on a GPU.
 _CPU_BUCKETS, _GPU_BUCKETS = (4.0, 8.0, 16.0), (12.0, 25.0, 50.0)
-_ONE_BUCKET = 1 << 20
+_ONE_BUCKET = 1 << 20  # in MiB, more than all gradients together
 _MICROBATCHES = 4
 
 
@@ -104,7 +104,7 @@ def shm(setting: Setting) -> Pair:
 
 
 def accumulation(setting: Setting) -> Pair:
-    """Compare gradients that are all-reduced after each microbatch and once per step."""
+    """Compare an all-reduce of the gradients after each microbatch with one all-reduce per step."""
     size = _size(setting, "small")
     whole = _inputs(replace(size, batch=size.batch * _MICROBATCHES), setting)
     microbatches = [chunk.clone() for chunk in whole.chunk(_MICROBATCHES)]
@@ -116,11 +116,11 @@ def accumulation(setting: Setting) -> Pair:
 
 
 def bf16_gradients(setting: Setting) -> Pair:
-    """Compare all-reduces of float32 gradients with bfloat16, which has half the bytes."""
+    """Compare all-reduces of gradients in float32 and in bfloat16, which has half the bytes."""
     size = _size(setting, "large")
     full, rounded = (_ddp(size, setting) for _ in range(2))
     rounded.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
-    # Each rank's gradient and the sum are rounded, by at most 2 × 2⁻⁹ of a value.
+    # The gradient of each rank and the sum are rounded, each by at most 2⁻⁸ of its value.
     return _step_pair(size, setting, full, rounded, 1e-2, "; bfloat16 has 8 significant bits")
 
 
@@ -134,7 +134,7 @@ def _sum_tolerance(setting: Setting) -> tuple[float, str]:
 def _step_pair(
     size: "_Size", setting: Setting, baseline: Any, optimized: Any, tolerance: float, reason: str
 ) -> Pair:
-    """Return a pair of steps of two models on the same batch."""
+    """Return a pair that compares the steps of two models on the same batch."""
     batch = [_inputs(size, setting)]
     sides = partial(_backward, baseline, batch), partial(_backward, optimized, batch)
     return Pair(*sides, tolerance, size.about + reason)
@@ -143,7 +143,7 @@ def _step_pair(
 def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> float:
     """Return the key of the fastest call. All ranks must call this function.
 
-    The calls are timed in turn, on the slowest rank.
+    The calls are timed in turn. The time of a call is the median time of the slowest rank.
     """
     times: dict[float, list[float]] = {key: [] for key in calls}
     for _ in range(setting.pick(5, 1) + 2):
@@ -178,7 +178,7 @@ class _Size:
 _SIZES = {
     # Gradients are larger than the caches. Communicating them takes as long as computing them.
     "large": (_Size(16, 1024, 8), _Size(12, 2048, 1024)),
-    # Layers of equal size. The backward of a layer takes several times as long as a message.
+    # Layers of equal size. The backward of a layer takes several times as long as its all-reduce.
     "many layers": (_Size(12, 512, 128), _Size(12, 2048, 1024)),
     # A development-sized model: communication takes as long as computation.
     "small": (_Size(10, 512, 8), _Size(12, 1024, 64)),
@@ -232,7 +232,7 @@ def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) ->
 
 
 def _reduce_after_backward(pending: list[tuple[Tensor, Future]], bucket: dist.GradBucket) -> Future:
-    """Return a future that is completed after backward, when all buckets are reduced in order."""
+    """Return a future of the reduced bucket. All reductions start when the last bucket is ready."""
     device = bucket.buffer().device
     # On a GPU the future needs the device, so that DDP waits for the right stream.
     future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
@@ -253,7 +253,7 @@ def _complete(promised: Future, reduced: "torch.futures.Future[list[Tensor]]") -
 
 
 def grouped(setting: Setting) -> Pair:
-    """Compare single messages with one comm.group() of all messages, which has one fixed cost."""
+    """Compare single all-reduces with a comm.group() of the same all-reduces, to save latency."""
     count, elements = setting.pick(64, 8), 256
     generator = torch.Generator().manual_seed(setting.world.rank)
     sent = torch.randint(1, 9, (count, elements), generator=generator).float().to(setting.device)
@@ -273,7 +273,7 @@ def grouped(setting: Setting) -> Pair:
 
 
 def from_scratch(setting: Setting) -> Pair:
-    """Compare one all-reduce per gradient, as in parallel/teaching.py, with one for all."""
+    """Compare one all-reduce per gradient (parallel/teaching.py) with coalesced all-reduces."""
     depth = setting.pick(28, 10)
     with torch.device("meta"):
         model = WideResNet(WideResNetConfig(depth=depth, width=1))
@@ -299,7 +299,7 @@ def from_scratch(setting: Setting) -> Pair:
 
 
 def symmetric(setting: Setting) -> Pair:
-    """Compare send and receive, which synchronize both ranks, with a write and a signal."""
+    """Compare send and receive, which synchronize both ranks, with put_signal to the peer."""
     world = setting.world
     setting.need(world.size > 1, "a message needs a peer: use --ranks 2")
     setting.need(world.nodes == 1, "symmetric memory spans one host only")
@@ -309,7 +309,7 @@ def symmetric(setting: Setting) -> Pair:
     following, previous = (rank + 1) % world.size, (rank - 1) % world.size
     sent = torch.arange(elements, dtype=torch.float32) + 1000 * rank
     received = torch.empty_like(sent)
-    group, _ = process_group("shm")  # the fastest collective within a host
+    group, _ = process_group("shm")  # the fastest backend within a host
     exchange = RingExchange(elements, following, previous)
 
     def by_collective() -> Tensor:
@@ -349,8 +349,9 @@ def _one_shot_all_reduce(setting: Setting) -> Pair:
 class RingExchange:
     """Every rank puts a message into the memory of the next rank, and signals its arrival.
 
-    Two buffers alternate. At the start of an exchange, a rank signals that it no longer needs the
-    message of the exchange before. The sender waits for this signal before it reuses the buffer.
+    Two buffers alternate. At the start of an exchange, each rank signals to its sender that it no
+    longer needs the message of the previous exchange. The sender waits for this signal before it
+    writes to the buffer of that message again.
     """
 
     _ARRIVED, _READ = 0, 1  # signal slots; the value of a signal is a number of messages

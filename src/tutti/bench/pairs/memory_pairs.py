@@ -28,8 +28,10 @@ _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 
 
 def pinned(setting: Setting) -> Pair:
-    """Compare copies from pageable memory, which is first copied to a pinned buffer, with copies
-    from pinned memory, which the GPU reads directly."""
+    """Compare copies to the GPU from pageable memory and from pinned memory.
+
+    CUDA first copies pageable memory to a pinned buffer. The GPU reads pinned memory directly.
+    """
     setting.need(setting.on_gpu, "copies to a GPU need a GPU: use --device cuda")
     pageable = _host_tensor(setting)
     pinned = pageable.pin_memory()
@@ -42,7 +44,7 @@ def pinned(setting: Setting) -> Pair:
 
 
 def unified(setting: Setting) -> Pair:
-    """Compare explicit copies with pages that migrate on access, for the same work on the GPU."""
+    """Compare explicit copies with prefetched unified memory, for the same work on the GPU."""
     setting.need(setting.on_gpu, "unified memory needs a GPU: use --device cuda")
     data = _host_tensor(setting)
 
@@ -57,7 +59,7 @@ def unified(setting: Setting) -> Pair:
 
 
 def placement(setting: Setting) -> Pair:
-    """Compare memory on the near NUMA node with memory on a remote node."""
+    """Compare copies from memory on the near NUMA node with copies from another NUMA node."""
     nodes = {node: cpus for node, cpus in numa_nodes().items() if _can_run_on(cpus)}
     setting.need(len(nodes) > 1, "placement needs two NUMA nodes with CPUs of this process")
     # Ranks are bound to CPUs near their device, so the node with most of these CPUs is near.
@@ -111,7 +113,7 @@ def _running_on(cpus: tuple[int, ...]) -> Iterator[None]:
 
 
 def through_unified_memory(data: Tensor, work: Work) -> Tensor:
-    """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
+    """Copy `data` to unified memory, run `work` on the GPU, and return the result on the CPU.
 
     The pages are prefetched: they migrate before they are accessed, instead of at each page fault.
     """
@@ -127,10 +129,10 @@ def through_unified_memory(data: Tensor, work: Work) -> Tensor:
 
 
 def through_pinned_copies(data: Tensor, work: Work) -> Tensor:
-    """Copy `data` to the GPU through page-locked memory, do `work`, and return its result on the
-    CPU.
+    """Copy `data` to the GPU, run `work`, and return the result on the CPU.
 
-    torch caches page-locked memory, so after the first call an allocation takes microseconds.
+    Both copies use page-locked memory. torch caches page-locked memory, so an allocation takes
+    only microseconds after the first call.
     """
     staged = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
     result = work(staged.to("cuda", non_blocking=True))
@@ -143,8 +145,8 @@ def through_pinned_copies(data: Tensor, work: Work) -> Tensor:
 class Managed:
     """A block of unified memory with two tensors on it, one for the CPU and one for the GPU.
 
-    The memory is freed when both tensors and this object are gone. Synchronize with the GPU before
-    the CPU reads data that the GPU wrote.
+    The memory is freed when both tensors and this object are gone. The caller must synchronize with
+    the GPU before the CPU reads data that the GPU wrote.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -173,7 +175,7 @@ class Managed:
 class _Block:
     """Memory from cudaMallocManaged, which is freed together with this object.
 
-    The tensors of torch and the array of ctypes hold references to this object.
+    The GPU tensor, and the ctypes array behind the CPU tensor, hold references to this object.
     """
 
     def __init__(self, size: int) -> None:

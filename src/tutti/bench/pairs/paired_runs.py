@@ -3,7 +3,7 @@
 In a round, each side makes a few calls, and the side that is measured first alternates between
 rounds. The time of a side in a round is the time of its slowest rank. A disturbance longer than a
 round affects both sides, so the ratio of the two times varies less than each time. The speed-up is
-the median of the ratios, and its spread is the interval between their quartiles.
+the median of the ratios, and the spread is the interval between the quartiles of the ratios.
 """
 
 import math
@@ -56,13 +56,13 @@ class PairedRuns:
     stopped: bool = False
 
     def run(self, entry: PairEntry) -> None:
-        """Measure a pair, and add its row unless a rank was stopped. All ranks must call this."""
+        """Measure a pair, and add its row unless the run was stopped. All ranks must call this."""
         row = self._measure(entry)
         if not self.stopped:
             self.rows.append(row)
 
     def add_failed(self, entry: PairEntry, error: str) -> None:
-        """Add the row of a pair whose error ended the previous ranks."""
+        """Add the row of a pair that crashed before the ranks were started again."""
         check = f"failed: {error.replace('failed: ', '', 1)}"
         named = {"name": entry.name, "about": entry.about}
         self.rows.append({**named, **dict.fromkeys(_STATISTICS), "check": check})
@@ -180,7 +180,10 @@ def snapshot(result: Any) -> Snapshot:
 
 
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:
-    """Return the largest max |a - b| / max |a| of any tensor, or inf for other shapes or NaN."""
+    """Return the largest relative error, max |a - b| / max |a|, over all tensors.
+
+    The error is inf if the shapes differ or if a result contains NaN.
+    """
     (a, a_structure), (b, b_structure) = baseline, optimized
     if a_structure != b_structure:
         return math.inf

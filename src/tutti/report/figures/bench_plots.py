@@ -1,4 +1,4 @@
-"""Figures of benchmarks: collectives, bandwidth, symmetric memory, baseline and optimized."""
+"""Figures of benchmarks: collectives, bandwidth of links, symmetric memory, and pairs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +41,7 @@ def _collective_curves(all_rows: list[Row], note: str = "", prefix: str = "") ->
 
 
 def bandwidth(result: Result) -> Iterator[Figure]:
-    """Yield pairs of ranks by message size, copies, all-to-all, ring and tree, and slow links."""
+    """Yield figures of rank pairs, copies, all-to-all, ring and tree all-reduce, and slow links."""
     content = result.content
     for size, rows in plot.grouped(content.get("pairs") or [], lambda row: row["bytes"]).items():
         yield from _pair_matrix(rows, size)
@@ -104,7 +104,10 @@ def _marks(
     hover: str,
     tick: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (traces, layout) of marks with error bars. `bounds` has (value, low, high)."""
+    """Return (traces, layout) of a mark with an error bar for each label.
+
+    `bounds` has (value, low, high) for each label.
+    """
     mark = {
         "type": "scatter",
         "mode": "markers",

@@ -25,7 +25,7 @@ _NOT_RESULTS = ("environment", "command", "schema", "world", "places")
 
 
 def parity(result: Result) -> Iterator[Figure]:
-    """Yield the errors of loss and gradient of each layout compared with one device."""
+    """Yield the errors of the loss and the gradient of each layout, compared with one device."""
     content = result.content
     rows = [row for row in content["rows"] if not row.get("not_applicable")]
     failed = sum(not row["ok"] for row in rows)
@@ -102,7 +102,7 @@ def checks(result: Result) -> Iterator[Figure]:
 
 
 def result_tables(result: Result) -> Iterator[Figure]:
-    """Yield results without figures: a table for each list, and one for the other values."""
+    """Yield tables for a result without plots: one for each list, and one for other values."""
     content = {key: value for key, value in result.content.items() if key not in _NOT_RESULTS}
     for key, value in content.items():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):

@@ -12,7 +12,7 @@ from tutti.report.summary import learning_rate_rows, scale_rows
 
 
 def scaling(result: Result) -> Iterator[Figure]:
-    """Yield the figures of one scaling series, or of all flags of a sweep."""
+    """Yield the figures of a scaling. A sweep has a curve for each set of swept flags."""
     content, variants = result.content, scale_rows(result)
     if variants:
         rows = [{"variant": flags, **row} for flags in variants for row in variants[flags]]
@@ -29,7 +29,7 @@ def _throughput(variants: dict[str, list[Row]], rows: list[Row], mode: str, unit
     base = rows[0]["samples_per_s"]
     ranks = sorted({row["ranks"] for row in rows})
     ideal = [base * number / rows[0]["ranks"] for number in ranks]
-    # Both axes are logarithmic, so the ideal is a straight line. Each tick is twice the previous.
+    # Both axes are logarithmic, so ideal scaling is a straight line. Each tick doubles the value.
     speeds = [*ideal, *column(rows, "samples_per_s")]
     low, high = (math.log2(value / base) for value in (min(speeds), max(speeds)))
     ticks = [base * 2.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
@@ -142,7 +142,7 @@ def learning_rates(result: Result) -> Iterator[Figure]:
 
 
 def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
-    """Return a figure whose first column, the flags, is dropped if no row has flags."""
+    """Return a figure. If no row has flags, its table has no column of flags."""
     figure = plot.figure(key, rows, *parts, **words)
     if any(row["variant"] for row in rows):
         return figure

@@ -18,7 +18,10 @@ _GIB = 1 << 30
 
 
 def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
-    """Return the rows to draw (first ranks, stragglers), and a sentence about the other ranks."""
+    """Return the rows of the ranks to draw, and a sentence that says how many ranks are drawn.
+
+    If there are too many ranks, the first ranks and the stragglers are drawn.
+    """
     rows: list[Row] = profile["ranks"]
     if len(rows) <= _MAX_RANKS:
         return rows, ""
@@ -32,7 +35,7 @@ def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
 def _rank_bars(
     rows: list[Row], name: str, source: str, colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """Return a bar for each rank. `source` is described at `plot.column`."""
+    """Return a bar for each rank. plot.column describes the format of `source`."""
     labels = [f"rank {row['rank']}" for row in rows]
     return plot.bar(name, labels, column(rows, source), colour, unit, **more)
 
@@ -133,7 +136,7 @@ def utilization(run: Run) -> Iterator[Figure]:
 
 
 def memory(run: Run) -> Iterator[Figure]:
-    """Yield the peak memory of device and process, if the traces have it."""
+    """Yield the peak memory of device and process, if the profile contains it."""
     profile = run.profile or {}
     rows, left_out = _drawn_ranks(profile)
     imbalances, columns, bars = [], [], []
@@ -167,7 +170,7 @@ def _imbalance(values: list[float]) -> str:
 
 
 def overlap(run: Run) -> Iterator[Figure]:
-    """Yield how much communication is hidden, and how much of a step moves data, on each rank."""
+    """Yield the share of communication that is hidden, and the share of a step that moves data."""
     profile = run.profile or {}
     if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
         return
@@ -185,7 +188,7 @@ def overlap(run: Run) -> Iterator[Figure]:
 
 
 def communication(run: Run) -> Iterator[Figure]:
-    """Yield the time by mesh axis and by operation, then the bandwidth."""
+    """Yield the communication time by mesh axis and by operation, and then the bus bandwidth."""
     profile = run.profile or {}
     if profile.get("axes"):
         yield _by_axis(profile["axes"])
@@ -229,7 +232,7 @@ def _by_axis(rows: list[Row]) -> Figure:
 
 
 def _operation_labels(rows: list[Row]) -> list[str]:
-    """Return labels with operation and size. Equal labels also get their group."""
+    """Return labels with operation and size. Equal labels also get axis, group and dtype."""
     labels = []
     for row in rows:
         size = "size unknown" if row["bytes"] is None else format_bytes(row["bytes"])

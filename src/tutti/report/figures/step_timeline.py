@@ -1,4 +1,4 @@
-"""Timeline of a step, with all ranks on one clock, in lanes, and the longest operators."""
+"""Figures of a step: a timeline of all ranks on a common clock, and the longest operators."""
 
 import re
 from collections import defaultdict
@@ -18,9 +18,9 @@ from tutti.report.sources import Run
 _MAX_BARS = 1500  # a browser draws each bar as a separate element
 _MAX_RANKS = 16
 _MAX_STEPS = 8
-_MAX_SPANS = 600  # operators with an own bar
-_MAX_OPERATORS, _MAX_ROWS = 15, 200  # names in the plot of the longest operators, and in its table
-_RESOLUTION = 2000  # a pause of less than 1 / 2000 of the step is too short for a screen
+_MAX_SPANS = 600  # maximum number of operators that have a bar
+_MAX_OPERATORS, _MAX_ROWS = 15, 200  # maximum number of names in the plot and in its table
+_RESOLUTION = 2000  # a pause of less than 1 / 2000 of the step is not visible
 _LANES = ("computes", "operators", "communicates", "waits", "buckets")
 _BUCKETS = {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
 _NAMES = {part: plot.NAMES[part] for part in plot.PART_COLOURS} | _BUCKETS
@@ -38,9 +38,9 @@ class _Bar(NamedTuple):
 
 
 def timeline(run: Run) -> Iterator[Figure]:
-    """Yield a timeline whose step can be chosen: the median, fastest, slowest and other steps.
+    """Yield a timeline of one step. The reader can choose the median, slowest or another step.
 
-    This needs the traces, not only the JSON of a profile.
+    If the run has no traces, nothing is yielded, because the JSON of a profile has no intervals.
     """
     if run.explanation is None:
         return
@@ -63,7 +63,7 @@ def timeline(run: Run) -> Iterator[Figure]:
 
 
 def operators(run: Run) -> Iterator[Figure]:
-    """Yield the operators or kernels that take the longest, by name."""
+    """Yield the names of operators or kernels that take the most time."""
     if run.explanation is None:
         return
     seconds: dict[str, float] = defaultdict(float)
@@ -114,9 +114,9 @@ def short_name(name: str) -> str:
 
 
 def _chosen_steps(explanation: Explanation) -> Iterator[tuple[str, int, dict[int, Step]]]:
-    """Yield (label, number, Step of each rank): median, fastest and slowest first, then others.
+    """Yield (label, number, {rank: Step}) of the median, fastest, slowest and then other steps.
 
-    Only the steps that most ranks have recorded are considered.
+    Steps that only some of the ranks have recorded are omitted.
     """
     steps: dict[int, dict[int, Step]] = defaultdict(dict)
     for trace in explanation.traces:
@@ -202,7 +202,7 @@ def _operator_bars(rank: int, spans: NamedSpans, begin: float, limit: int) -> It
 def _part_bars(
     trace: RankTrace, split: StepBreakdown, begin: float, end: float, shortest: float
 ) -> Iterator[_Bar]:
-    """Yield the parts of a step in three lanes."""
+    """Yield the bars of the lanes `computes`, `communicates` and `waits`."""
     parts = split.intervals
     in_step = [c for c in trace.collectives if c.end > begin and c.arrival < end]
     for lane, part, intervals, details in (
@@ -244,7 +244,7 @@ def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]
 def _bucket_bars(
     rows: list[dict[str, Any]], number: int, steps: dict[int, Step], begin: float
 ) -> Iterator[_Bar]:
-    """Yield two bars for each DDP bucket: until the start of the all-reduce, and until its end."""
+    """Yield two bars for each DDP bucket: the time before its all-reduce, and the all-reduce."""
     for row in rows:
         rank = row["rank"]
         if row["step"] != number or rank not in steps:

@@ -17,7 +17,7 @@ from tutti.report.summary import key_numbers, metric
 
 _MAX_CURVES = 16  # maximum number of curves (one per rank) in one plot
 _DOTTED = {"width": 1, "dash": "dot"}
-_MAX_ROWS = 16 * plot.MAX_POINTS  # of the table below a plot
+_MAX_ROWS = 16 * plot.MAX_POINTS  # maximum number of rows in the table below a plot
 
 _GIB = 2**30
 _MEMORY_COLOURS = {
@@ -34,7 +34,7 @@ _Line = tuple[Run, str, str, dict[str, Any]]  # run, name of the curve, metric, 
 
 
 def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the runs in a table, and the differences of their recipes if there are several."""
+    """Yield a table of the runs. For several recipes, also yield a table of their differences."""
     if not runs:
         return
     rows: list[dict[str, Any]] = []
@@ -152,7 +152,7 @@ def curves(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def waiting(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the share of the time that each rank of a run waits, measured during training."""
+    """Yield the share of training time in which each rank of a run waits."""
     for run in runs:
         means = {
             rank: fmean(y for _, y in points)
@@ -181,7 +181,7 @@ def _figure(
     y_axis: dict[str, Any],
     **words: Any,
 ) -> Iterator[Figure]:
-    """Yield a figure of (run, name of the curve, metric, style) lines, if any has points."""
+    """Yield a figure with a curve for each line, or nothing if no line has points."""
     factor = 100 if y_axis["title"]["text"] == "%" else 1
     limit = max(20, min(plot.MAX_POINTS, _MAX_ROWS // max(1, len(lines))))
     traces: list[dict[str, Any]] = []
@@ -218,8 +218,9 @@ def _figure(
 def training_progress(run: Run, steps: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return the training seconds and the samples up to the end of each step.
 
-    They are known at the status syncs, and interpolated in between. Training time does not include
-    evaluations, checkpoints and the time between a stop and --resume.
+    Both numbers are recorded at status syncs (train/telemetry.py), and interpolated for the steps
+    in between. Training time does not include evaluations, checkpoints, or the time between a stop
+    and --resume.
     """
     rows = run.metrics[min(run.metrics)]
     keys = ("seconds_per_step", "samples_per_s")
@@ -235,7 +236,7 @@ def training_progress(run: Run, steps: Sequence[float]) -> tuple[list[float], li
 
 
 def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
-    """Return the unit of training time in which the longest run has a handy number."""
+    """Return (name, seconds) of the largest unit that fits more than twice in the longest run."""
     longest = 0.0
     for run in runs:
         if run.metrics and (rows := run.metrics[min(run.metrics)]):
