@@ -1,7 +1,7 @@
 """The command line: one module per command, imported when the command is run.
 
 `tutti --print-completion SHELL` prints a script that calls `tutti --complete WORD...` at every Tab.
-New commands and flags are completed without a new installation of the script.
+So the installed script also completes commands and flags that are added later.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ tutti --print-completion SHELL     print a completion script for bash, zsh or fi
 def main() -> None:
     """Run the command and exit with its code. This is the entry point of the console script."""
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        # mpirun gives rank 0 a terminal even if the output of mpirun goes into a file, so rich must
-        # not print colours.
+        # mpirun gives rank 0 a terminal even if the output of mpirun goes into a file. Without this
+        # variable, rich would print colour codes into the file.
         os.environ.setdefault("TTY_COMPATIBLE", "0")
     try:
         code = run_cli(sys.argv[1:])
@@ -106,7 +106,8 @@ def run_cli(arguments: list[str]) -> int:
             print(f"{prefix}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # Before torch is loaded, no code of the user has run, so the file is one that a flag names.
+        # Before torch is loaded, no code of the user has run, so the error is about a file that a
+        # flag names.
         if error.filename is None or "torch" in sys.modules:
             raise
         reason = f"{error.filename}: {error.strerror}. Check the path and its permissions."
@@ -136,7 +137,7 @@ def _completions(arguments: list[str]) -> list[str]:
 
 
 def _flag_choices(command: list[str]) -> dict[str, list[str]]:
-    """Return {flag: choices} of a command, which are read from its help."""
+    """Return the choices of each flag of a command, read from the help of the command."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):
         import_module(COMMANDS[command[0]][0]).main([*command[1:], "--help"])

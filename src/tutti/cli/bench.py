@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class RankFlags:
-    """The flags of every kind that measures."""
+    """The flags that all kinds of bench except compare have."""
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start, unless a launcher has started ranks (default: one per GPU,
@@ -98,11 +98,11 @@ class RankFlags:
 
 @dataclass(frozen=True)
 class ExpectFlags(RankFlags):
-    """The flags of kinds whose results can be checked."""
+    """The flags of kinds that can compare their results with expectations."""
 
     expect: str | None = None
-    """Exit with 1 if results miss an expectation: an earlier JSON of this bench, a TOML file of
-    thresholds, or catalogue (published figures, not for pairs)."""
+    """Exit with 1 if a result misses its expectation. Expectations are the JSON file of an earlier
+    run, a TOML file of thresholds, or the word catalogue: published figures (not for pairs)."""
 
 
 Flags = TypeVar("Flags", bound=RankFlags)
@@ -126,7 +126,10 @@ def sizes_flag(text: str) -> list[int]:
 def expect_flag(
     options: ExpectFlags, bench: str, allowed: AllowedValues | None = None
 ) -> Expectation | None:
-    """Return the value of --expect, or None. Raises UsageError if this run cannot check it."""
+    """Return the expectation, or None without --expect.
+
+    Raises UsageError if this run cannot check the expectation.
+    """
     if options.expect is None:
         return None
     return expectations.read_expectation(options.expect, bench, options.device, allowed)
@@ -156,7 +159,10 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     largest: int = 0,
 ) -> int:
-    """Run `tutti bench KIND` again in local ranks, and return the exit code."""
+    """Run `tutti bench KIND` again in local ranks, and return the exit code.
+
+    `largest` is the largest message size in bytes, which must fit into the free memory.
+    """
     ranks = default_ranks(options) if ranks is None else ranks
     world = LocalWorld(
         command=[sys.executable, "-m", "tutti", "bench", kind, *arguments],
@@ -176,11 +182,11 @@ def start_ranks(
 
 @dataclass
 class Session:
-    """One bench on this rank: the world, the rows of all ranks, and the result files.
+    """One bench on this rank: the world, a description of every rank, and the result files.
 
-    The files of --json and --csv are written again after every row. So the results so far are kept
-    after Ctrl-C, SIGKILL or the death of a rank. `complete` in the JSON is false until everything
-    has been measured.
+    The files of --json and --csv are written again after every row, so Ctrl-C, SIGKILL or the death
+    of a rank loses no finished row. The key `complete` in the JSON file is false until all rows
+    have been measured.
     """
 
     world: "World"
@@ -227,8 +233,8 @@ class Session:
             write_json(self.json, self.schema, results)
 
     def check_planned_rows(self, planned: Row, expectation: Expectation | None) -> None:
-        """Raise UsageError if the baseline or the catalogue has no figure for any planned row."""
-        # The same file of rules may be used for different runs, so rules are not checked here.
+        """Raise UsageError if no planned row has a figure in the baseline or the catalogue."""
+        # A TOML file may have thresholds for rows of other runs, so it is not checked here.
         if expectation is not None and expectation.rules is None:
             with usage_error_on_rank_0(self.world):
                 expectations.unmet_expectations({"schema": self.schema, **planned}, expectation)
@@ -238,8 +244,8 @@ class Session:
     ) -> int:
         """Return 130 if stopped, 1 if results are wrong or an expectation is missed, else 0.
 
-        Rank 0 prints the missed expectations. Call this method after the world is closed, because
-        it raises UsageError on rank 0 if nothing could be checked.
+        Rank 0 prints the missed expectations. The world must be closed before, because rank 0 alone
+        raises UsageError if no row could be checked.
         """
         if stopped:
             return INTERRUPTED
@@ -261,9 +267,10 @@ class Session:
 def open_session(
     options: RankFlags, schema: str, pin: bool | str, backend: str | None = None
 ) -> Iterator[Session]:
-    """Join the world and pin this rank. A stop signal then requests a stop after the current round.
+    """Join the world, pin this rank, and yield the session of this bench.
 
-    All ranks must enter the `with` block.
+    All ranks must enter the `with` block. Inside the block, Ctrl-C or SIGTERM stops the bench after
+    the current round.
     """
     from tutti.bench.rank_control import RankControl, pin_rank
     from tutti.world.exchange import gather_json

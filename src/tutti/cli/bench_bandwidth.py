@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bandwidth(bench.ExpectFlags):
-    """Measure the links between ranks and mark slow ones: tutti bench bandwidth --ranks 4
+    """Measure the links between ranks and mark slow links: tutti bench bandwidth --ranks 4
 
     Measures every pair of ranks one way and both ways, one pair at a time; one rank to all others;
     all to all; all_reduce as a ring and as a tree; and on CUDA, copies between host and device.
-    Each pair is compared with its class (same core, same or other NUMA node, NVLink, NVSwitch,
-    PCIe, other host) and with the catalogue. If all slow pairs have one device in common, it is
-    named. Received data is checked. Ctrl-C keeps the results so far.
+    Each pair is compared with the other pairs of its class (same core, same or other NUMA node,
+    NVLink, NVSwitch, PCIe, other host) and with published figures. If all slow pairs have one
+    device in common, the output names the device. Received data is checked. Ctrl-C keeps the
+    results so far.
     """
 
     sizes: str | None = None
@@ -149,7 +150,8 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         try:
             links.run()
         except Exception:
-            # Under launchers that start no new ranks, these are the only results.
+            # Under torchrun, srun and mpirun, no new ranks continue after a crash. So the results
+            # so far are printed here.
             if world.is_first and not cases.restarts:
                 print_results()
                 session.save(results())

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class Collectives(bench.ExpectFlags):
     """Measure collectives, all backends in turn in one run: tutti bench collectives --ranks 2
 
-    Columns and formulas are those of nccl-tests; time is the p50 over calls, and the time of a call
-    is that of its slowest rank. Ranks are pinned, results are checked bit by bit, and ratio is the
-    first backend's time divided by this backend's time. Ctrl-C keeps the results so far.
+    Columns and formulas are those of nccl-tests. The time is the p50 over calls, and a call takes
+    as long as on its slowest rank. The ratio is the time of the first backend divided by the time
+    of the backend in the row. Ranks are pinned, and results are checked bit by bit. Ctrl-C keeps
+    the results so far.
     """
 
     ops: str = "all_reduce"

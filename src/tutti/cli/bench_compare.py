@@ -35,7 +35,8 @@ class Compare:
     fail_on: Literal["nothing", "slower"] = "nothing"
     """With slower, exit with 1 if a row is slower or its result is wrong."""
     tolerance: float = TOLERANCE
-    """Relative differences up to this fraction count as the same, because no two runs are equal."""
+    """Two speeds count as the same if they differ by up to this fraction, because the speeds of two
+    runs are never exactly equal."""
     json: OutputFile | None = None
     """Also write the rows to this file."""
 

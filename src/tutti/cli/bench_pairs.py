@@ -26,26 +26,28 @@ class Pairs(bench.ExpectFlags):
     """Compare techniques with their baselines: tutti bench pairs --ranks 2
 
     Both sides of a pair do the same work in turn in one process group, and their results are
-    compared. The speed-up is the median over rounds of baseline time / optimized time, and its
-    spread is the quartiles. A pair whose requirements are not met is skipped with the reason. The
-    exit code is 1 if results differ. Ctrl-C keeps the results so far.
+    compared. In each round, the speed-up is baseline time / optimized time. The table shows the
+    median over rounds, and as spread the first and the third quartile. A pair whose requirements
+    are not met is skipped with the reason. The exit code is 1 if results differ. Ctrl-C keeps the
+    results so far.
     """
 
     list: bool = False
     """List the pairs and exit."""
     only: str | None = None
-    """Comma-separated names of pairs (default: all, or all of --file)."""
+    """Comma-separated names of pairs (default: all pairs, or all pairs of --file)."""
     file: InputFile | None = None
     """A Python file with your own pairs: PAIRS = [function, …]."""
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """Backend of pairs that do not compare backends (auto: nccl on CUDA; gloo on the CPU, because
-    its messages cost about as much as messages over a network)."""
+    a message with gloo costs about as much as a message over a network)."""
     rounds: int = 20
     """Number of rounds; fewer (at least 6) if --budget is short."""
     budget: float = 20.0
     """Seconds for each pair, approximately."""
     quick: bool = False
-    """Use small workloads and a tenth of the budget, to check that pairs work, not their speed."""
+    """Use small workloads and a tenth of the budget. This checks that pairs work. The
+    measured times are not meaningful."""
     pin: bool = True
     """Pin every rank to its own CPUs."""
 
@@ -101,7 +103,7 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
 
         for entry in entries:
             if entry.name in cases.rows:
-                # The ranks that measured this pair, before a crash of another pair, printed it.
+                # Before another pair crashed, earlier ranks measured this pair and printed its row.
                 runs.rows.append(cases.rows[entry.name])
                 continue
             if entry.name in cases.crashed:

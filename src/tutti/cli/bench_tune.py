@@ -18,8 +18,8 @@ class Tune(bench.RankFlags):
     """Measure which path is fastest at which size, and save the table: tutti bench tune
 
     tutti.comm reads the table: if a group has several paths (today all_reduce on CUDA, with NCCL or
-    with one-shot kernels on symmetric memory), the table selects the path by size. It applies to
-    machines of this kind and this number of ranks. Ctrl-C writes no table.
+    with one-shot kernels on symmetric memory), the table selects the path by size. The table
+    applies to machines of this kind and this number of ranks. Ctrl-C writes no table.
     """
 
     sizes: str = "1K:8M:x2"
@@ -98,7 +98,7 @@ def _measure(
     if world.is_first and sweep.stopped:
         print_note("stopped: no table was written")
     elif world.is_first and cases.crashed:
-        # A size that crashed would be a gap in the table.
+        # The table would have no path for the size that crashed.
         session.write(sweep_results())
         bench.print_failed(cases)
         print_note("no table was written, because a size failed")

@@ -44,7 +44,7 @@ class Doctor:
     """Check this machine, or all hosts of a world: tutti doctor, or torchrun … -m tutti doctor
 
     Each finding shows the observed state, the expected state and the cure. The exit code is 1 if a
-    check failed. Warnings alone give 0. The command changes nothing on the machine.
+    check failed, and 0 if there are only warnings. The command changes nothing on the machine.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
@@ -157,7 +157,7 @@ def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
 def _rendezvous(
     identity: Identity, start_timeout: float
 ) -> "Iterator[tuple[Sequence[RankInfo], dist.Store]]":
-    """Yield all ranks that the launcher started, and a store for this start of the world."""
+    """Yield the RankInfo of all ranks, and a store that no other start of the world uses."""
     import torch.distributed as dist
 
     from tutti.world.placement import visible_gpus
@@ -214,7 +214,10 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
 
 
 def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
-    """Return the GPU of each rank. As in tutti.init, the ranks of a host use its GPUs in turn."""
+    """Return the UUID of each rank's GPU, or None for all ranks if they run on the CPU.
+
+    As in tutti.init, the ranks of a host use its GPUs in turn.
+    """
     if device == "cpu" or not all(info.gpus for info in ranks):
         return [None] * len(ranks)
     machines = [info.machine for info in ranks]

@@ -26,13 +26,13 @@ from tutti.world.errors import UsageError, checked_seconds, closest_name
 Flags = TypeVar("Flags")
 _MAX_HELP_WIDTH = 100
 _HELP_COLUMN = 26
-_TITLES = {"settings": "training"}  # titles of nested dataclasses that are not the field name
+_TITLES = {"settings": "training"}  # help titles that differ from the field name
 _PLACEHOLDERS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 @dataclass(frozen=True)
 class _PathCheck:
-    """Marks a flag whose path `parse` checks, before anything else is done."""
+    """Marks a flag whose value is a path. `parse` checks the path before the command runs."""
 
     check: Callable[[Path], None]  # raises OSError
     cure: str
@@ -52,7 +52,8 @@ def parse(
 ) -> Flags:
     """Return the flags as a dataclass. Raise UsageError with the closest name for a wrong flag.
 
-    If `default` is given, flags change its values, and flags of nested dataclasses need no prefix.
+    `default` has the values of flags that are not in `arguments`. With `default`, flags of nested
+    dataclasses need no prefix.
     """
     if {"-h", "--help"} & set(arguments):
         text = "\n".join(_help_lines(kind, program, default))
@@ -125,7 +126,7 @@ def check_path(flag: str, path: Path, hint: Any) -> None:
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
-    """Return the value of one flag without parsing the others, or None if the flag is missing."""
+    """Return the value of one flag, or None if it is missing. Other flags are not checked."""
     value = None
     for argument, following in pairwise([*arguments, None]):
         assert argument is not None
@@ -157,14 +158,14 @@ def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[st
         if argument == "-m" or not argument.startswith("-"):
             break
         name = re.sub("^--no-", "--", argument)
-        # -n2 contains its value, as in make and mpirun.
+        # -n2 is the flag -n with the value 2, as in make and mpirun.
         has_value = "=" in argument or re.fullmatch(r"-n\d+", argument)
         position += 1 if has_value or name in {*switches, "-h", "--help"} else 2
     return list(arguments[:position]), list(arguments[position:])
 
 
 def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (flags, command) of `--nodes 2 -- python train.py`: the parts around the dashes."""
+    """Return (flags, command): the arguments before and after the first `--`."""
     position = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:position]), list(arguments[position + 1 :])
 
@@ -192,7 +193,7 @@ def flag_sections(
     for base in reversed(kind.__mro__[:-1]):
         help_texts |= _help_texts(base.__module__).get(base.__name__, {})
     flags, nested = [], []
-    # The flags of this class come before those of its base classes.
+    # The flags of this class come before the flags of its base classes.
     for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in own_fields):
         value = getattr(default, field.name, field.default)
         if dataclasses.is_dataclass(value):
@@ -289,13 +290,13 @@ def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:
 def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     """Return tyro's error, which is a box of several lines, as one line with the closest flag."""
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
-    if lines and set(lines[0]) == {"-"}:  # in ASCII there is a line under the title, too
+    if lines and set(lines[0]) == {"-"}:  # in ASCII, tyro underlines the title
         lines = ["─" if set(line) == {"-"} else line for line in lines[1:]]
     rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
     text = " ".join(line for line in lines[:rule] if line.strip("─"))
     unknown = re.match(r"Unrecognized options: (.*)", text)
     if unknown is None:
-        # A check of a whole section begins its error with the name of the section.
+        # If the check of a whole section failed, the message begins with the section's name.
         text = re.sub(r"^Error parsing settings\.\w+: ", "", text)
         text = re.sub(r"^Error parsing (?:\w+\.)+(?=\w)", "Error parsing --", text)
         not_a_number = (

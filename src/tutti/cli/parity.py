@@ -1,4 +1,4 @@
-"""tutti parity: compares loss, gradients and updates of layouts with those of one device.
+"""tutti parity: compares the loss, gradients and updates of each layout with one device.
 
 tutti parity --show-schedule prints the timeline of a pipeline schedule, simulated and measured.
 """
@@ -41,10 +41,11 @@ class Parity(WorldFlags):
 
     Trains a small model on one device and under each layout, with the same seed, weights and
     samples. The training covers SGD and AdamW, several microbatches, gradient clipping, a step
-    whose samples do not divide evenly, and activation checkpointing. Exit code 1 means that the
-    error of a layout is larger than rounding explains.
+    whose samples cannot be divided evenly among ranks, and activation checkpointing. Exit code 1
+    means that the error of a layout is larger than rounding explains.
 
-    tutti parity --show-schedule draws a pipeline schedule instead; see its own --help.
+    tutti parity --show-schedule draws a pipeline schedule instead. Its flags are listed by tutti
+    parity --show-schedule --help.
     """
 
     settings: ParityOptions
@@ -54,8 +55,8 @@ class Parity(WorldFlags):
     full_size: bool = False
     """Check the model of the recipe at its full size."""
     layouts: str = "all"
-    """Comma-separated layouts to check, such as dp2.tp2,shard4. all checks every layout of --ranks
-    ranks."""
+    """Comma-separated layouts to check, such as dp2.tp2,shard4. all checks every layout that
+    is possible with --ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: the number that --layouts needs). Ignored under
     torchrun, srun or mpirun."""
@@ -135,14 +136,15 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         for layout in layouts:
             name = str(layout)
             if name in cases.rows:
-                rows.append(cases.rows[name])  # printed before another layout crashed
+                # Earlier ranks printed this row, before another layout crashed.
+                rows.append(cases.rows[name])
                 continue
             if name in cases.crashed:
                 rows.append(crashed_row(workload, layout, cases.crashed[name]))
             else:
                 with cases.running(name, world.rank):
                     rows.append(check_layout(workload, layout, world, reference))
-                gc.collect()  # reference cycles of engines keep their process groups alive
+                gc.collect()  # engines in reference cycles keep process groups alive
             if table is not None:
                 table.add(rows[-1])
                 # Write after each row, because the next layout may fail or be interrupted.
@@ -269,7 +271,7 @@ def _print_schedule(
     )
     print("\n".join(draw(simulated)))
     if measured is not None:
-        # Draw it as wide as the simulated timeline, so that idle times can be compared.
+        # Draw both timelines with the same width, so that idle times can be compared.
         unit = length(measured) / length(simulated)
         print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
         print("\n".join(draw(measured, unit)))

@@ -45,7 +45,7 @@ class Predict(WorldFlags):
     run: InputFolder | None = None
     """Run directory, which is the --out directory of tutti train."""
     model: str | None = None
-    """hf:FOLDER, to generate text with a model of transformers that was not trained here."""
+    """hf:FOLDER generates text with the Hugging Face model in FOLDER. No run is needed."""
     step: int | None = None
     """Step of the checkpoint to load (default: the newest complete checkpoint)."""
     split: Literal["test", "train"] = "test"
@@ -69,13 +69,13 @@ class Predict(WorldFlags):
     seed: int = 0
     """Random seed of the sampling."""
     batch: int | None = None
-    """Number of samples per batch on each rank (default: as in training), or number of prompts per
-    batch (default: 1)."""
+    """Batch size. For a dataset: number of samples on each rank (default: as in training). For
+    prompts: number of prompts (default: 1)."""
     precision: Literal["float32", "bf16", "fp16", "float64"] | None = None
     """Precision of the computation (default: as in training). Prompts need float32 or float64."""
     out: OutputFile | None = None
-    """File for the results (default: predictions-SPLIT.jsonl in the run directory; generated texts
-    are only printed)."""
+    """File for the results. Default for a dataset: predictions-SPLIT.jsonl in the run directory. By
+    default, generated texts are only printed."""
     json: OutputFile | None = None
     """Also write the score, the environment and the command to this JSON file."""
     layout: str | None = None
@@ -226,7 +226,8 @@ def _generate_text(
 
     sampling = generate_text.Sampling(options.temperature, options.top_k, options.seed)
     text, own_prompts = agree(read_prompts)
-    prompts: list[str] = comm.gather_json(own_prompts)[0]  # the prompts of rank 0
+    # All ranks use the prompts of rank 0.
+    prompts: list[str] = comm.gather_json(own_prompts)[0]
     if isinstance(text, generate_text.TokenizerText):
         generator, loaded = generate_text.place_hugging_face(world, run, layout, text)
     else:

@@ -32,7 +32,7 @@ class Profile:
 
     The first two commands run a program unchanged and record traces. A step ends when the optimizer
     of the program has updated the parameters. In a program without an optimizer (inference) a step
-    is a call of its outermost module. The third command also tries the first advice. The last
+    is a call of the outermost module. The third command also tries the first advice. The last
     command reads existing torch.profiler traces, one file per rank.
     """
 
@@ -42,17 +42,18 @@ class Profile:
     out: OutputFolder | None = None
     """Directory for the traces, OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
     wait: int = 6
-    """Number of steps before the profiler starts. The second half of these steps is timed, and the
-    recorded steps are corrected for the cost of recording, if at least 3 steps are timed."""
+    """Number of steps before the profiler starts. The second half of these steps is timed. If at
+    least 3 steps are timed, the times of the recorded steps are corrected for the cost of
+    recording."""
     warmup: int = 2
-    """Number of steps in which the profiler warms up, after the skipped steps."""
+    """Number of steps after --wait in which the profiler warms up."""
     active: int = 5
     """Number of steps to record."""
     shapes: bool = False
     """Record tensor shapes on GPUs, too. On CPUs shapes are always recorded, because message sizes
     are derived from them."""
     memory: bool = False
-    """Record memory allocations. The memory of tutti train by cause is in its summary.json."""
+    """Record memory allocations. tutti train writes its memory by cause into summary.json."""
     stacks: bool = False
     """Record Python stacks. This is slow and makes traces large."""
     try_advice: bool = False
@@ -72,7 +73,7 @@ class Profile:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return its exit code, or that of the profiled program if it failed."""
+    """Run the command. If the profiled program failed, return the exit code of the program."""
     flags, command = split_at_command(Profile, arguments)
     options = parse(Profile, "tutti profile", flags)
     if options.try_advice and not command:
@@ -203,8 +204,8 @@ def _explain(options: Profile, directory: Path, code: int = 0) -> dict[str, Any]
 
     explanation = explain(trace_files(directory))
     rows = explanation.rows()
-    # After Ctrl-C (130) and SIGTERM (143) the recorded steps are normal. After a failure they may
-    # not be.
+    # After Ctrl-C (130) and SIGTERM (143), the recorded steps are normal. After a failure, recorded
+    # steps may be unusual, so no advice is derived from them.
     if code not in (0, 130, 143):
         rows["advice"] = []
         rows["notes"].append(f"the program failed with code {code}. See its messages above.")

@@ -1,4 +1,4 @@
-"""Functions that commands share: they start and join ranks, and check and write result files."""
+"""Functions that commands share to start ranks, join a world, and write result files."""
 
 import json
 import sys
@@ -37,13 +37,16 @@ class WorldFlags:
         return "cuda" if on_gpu else "cpu"
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UsageError if this host cannot run as many ranks."""
+        """Raise UsageError if this host cannot run this number of ranks."""
         LocalWorld([], ranks, self.device, self.ranks_per_gpu).check()
 
     def start_ranks(
         self, command: Sequence[str], ranks: int, env: Mapping[str, str] | None = None, **more: Any
     ) -> int:
-        """Run `tutti COMMAND` as local ranks and return the exit code. `more` is for LocalWorld."""
+        """Run `tutti COMMAND` as local ranks and return the exit code.
+
+        `more` has further arguments of LocalWorld.
+        """
         self.check_ranks(ranks)
         print_start(command[0], ranks)
         options: dict[str, Any] = {"ranks_per_gpu": self.ranks_per_gpu, "show": "first"} | more
@@ -64,7 +67,7 @@ class WorldFlags:
 
 
 def print_start(command: str, ranks: int) -> None:
-    """Tell a user at a terminal that the command has begun: loading torch may take ten seconds."""
+    """Print on a terminal that the command has begun. Loading torch may take ten seconds."""
     if sys.stderr.isatty():
         count = f"{ranks} rank{'s' * (ranks != 1)}"
         print(f"tutti {command}: starting {count}", file=sys.stderr, flush=True)
@@ -74,7 +77,7 @@ def print_start(command: str, ranks: int) -> None:
 def usage_error_on_rank_0(world: "World") -> Iterator[None]:
     """Handle a UsageError that every rank raises.
 
-    All ranks leave the world. Then rank 0 raises the error again, and the others exit with code 2.
+    All ranks leave the world. Then rank 0 raises the error again, and other ranks exit with code 2.
     """
     try:
         yield

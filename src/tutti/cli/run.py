@@ -70,7 +70,8 @@ def python_command(command: list[str]) -> list[str]:
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":
-        # Do not resolve symbolic links, because Python finds its virtual environment from its path.
+        # Do not resolve symbolic links: the python of a virtual environment is a symbolic link, and
+        # it finds the environment by the path of the link.
         program = str(script.absolute()) if os.access(script, os.X_OK) else shutil.which(command[0])
         if program is not None and not script.is_dir():
             return [program, *command[1:]]

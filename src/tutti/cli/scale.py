@@ -55,8 +55,8 @@ class Scale:
 
     USAGE_END = "[-- COMMAND]"
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Comma-separated numbers of ranks, such as 1,2,4. Efficiency is relative to the smallest
-    number."""
+    """Comma-separated numbers of ranks, such as 1,2,4. Efficiency is relative to the run with
+    the fewest ranks."""
     mode: Literal["strong", "weak"] | None = None
     """strong means that all ranks share one global batch. weak means that each rank keeps its own
     batch. For a recipe, this flag sets the batch (default: strong). For a program, it states what
@@ -64,7 +64,7 @@ class Scale:
     repeats: int = 3
     """Number of runs with each number of ranks."""
     until_clear: bool = False
-    """Add repeats until the causes of the loss are clear, up to 4 times --repeats."""
+    """Add repeats until the causes of the lost efficiency are clear, up to 4 times --repeats."""
     steps: int | None = None
     """Number of timed steps per run (default: 20)."""
     settle: int = 5
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
     own_flags, train_flags = _split_flags(flags)
     options = parse(Scale, "tutti scale", own_flags)
     if command[:1] == ["train"] or command[:2] == ["tutti", "train"]:
-        train_flags += command[command.index("train") + 1 :]  # treated as flags before the dashes
+        train_flags += command[command.index("train") + 1 :]  # same as flags before the dashes
         command = []
     if options.ranks is None:
         raise UsageError("--ranks is required. Use numbers of ranks such as --ranks 1,2,4.")
@@ -171,7 +171,8 @@ def _scale_program(options: Scale, sizes: list[int], command: list[str]) -> int:
 
 def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     """Run tutti train with these flags, and return the exit code."""
-    _read_train_flags(flags, sizes[0])  # report wrong flags before others are added
+    # Report wrong flags of the user before `extra_flags` adds flags.
+    _read_train_flags(flags, sizes[0])
     mode: Mode = options.mode or "strong"
     swept_flag, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
     if swept_flag == "lr":
@@ -183,7 +184,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
 
     def extra_flags(ranks: int, swept_values: dict[str, str]) -> list[str]:
         added = [text for flag, value in swept_values.items() for text in (f"--{flag}", value)]
-        # The only checkpoint is after the timed steps.
+        # Checkpoints would disturb the timed steps, so the only checkpoint is at the end.
         added += ["--steps", steps, "--no-evaluate", "--checkpoint-every", steps]
         settings = _read_train_flags([*flags, *added], ranks)[0].settings
         batch = settings.batching.global_batch
@@ -283,7 +284,7 @@ def _measure(
 def _add_repeats(
     series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
 ) -> None:
-    """Add one repeat after another until every row is clear, up to 4 times --repeats."""
+    """Add repeats until the causes in every row are clear, up to 4 times --repeats."""
     for repeat in range(repeats, 4 * repeats):
         ended = series.stopped or series.failure is not None
         if ended or all(row["clear"] for row in Scaling(series.runs, mode).rows()[1:]):

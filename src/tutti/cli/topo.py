@@ -41,7 +41,7 @@ class Topo:
     from_: Annotated[InputFile | None, tyro.conf.arg(name="from")] = None
     """Show the hosts in this file, which --record wrote, instead of this host."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start. A launcher's own ranks are used instead."""
+    """Number of local ranks to start. Ignored under torchrun, srun or mpirun."""
     start_timeout: float = START_TIMEOUT
     """Seconds to wait until all ranks have started."""
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
-    # With device="cpu", ranks need no GPU. This command does no work on GPUs.
+    # This command does no work on GPUs, so device="cpu" lets ranks start without a GPU.
     with init(device="cpu", start_timeout=options.start_timeout) as world:
         found = gather_json(asdict(observe()) if world.local_rank == 0 else None)
         if world.is_first:
@@ -189,14 +189,14 @@ def _host_lines(topology: Topology) -> Iterator[str]:
 
 
 def _matrix_lines(topology: Topology, width: int) -> Iterator[str]:
-    """Yield the matrix with a row per GPU and a column per GPU and NIC, in blocks that fit."""
+    """Yield the matrix: a row per GPU, a column per GPU and NIC, in blocks that fit `width`."""
     rows = [f"GPU{gpu.index}" for gpu in topology.gpus]
     columns = [*rows, *(nic.id for nic in topology.interfaces)]
     left = max(map(len, rows)) + 1
     classes = [topology.link_class(a, b) for a in rows for b in columns]
     cell = max(map(len, [*columns, *classes]))
     fitting = max(1, (width - left) // (cell + 1))
-    # If not all columns fit, NICs start a new block.
+    # If not all columns fit, the columns of NICs start a new block.
     groups = [columns] if len(columns) <= fitting else [rows, columns[len(rows) :]]
     blocks = [
         group[start : start + fitting]
@@ -265,7 +265,7 @@ def _nic_lines(topology: Topology, nic: Interface) -> Iterator[str]:
 def _legend_lines(topology: Topology) -> Iterator[str]:
     shown = [link for link in topology.links if link.a.startswith("GPU")]
     used = {"NV#" if link.nvlinks else link.link_class for link in shown} | {"X"}
-    # The reason for an unknown class is usually the same for all pairs, so only one is shown.
+    # The reason for an unknown class is usually the same for all pairs, so only the first is shown.
     unknown = next((f": {link.reason}" for link in shown if link.link_class == "?"), "")
     for link_class, meaning in LINK_CLASSES.items():
         if link_class in used:

@@ -32,7 +32,7 @@ Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, 
 STOPPED = 75
 # Time between Ctrl-C or SIGTERM and SIGKILL, in which ranks write a checkpoint.
 _GRACE_SECONDS = 60.0
-# Flags, and the flags that override them.
+# Pairs of a flag and the flag that overrides it.
 _OVERRIDDEN = (
     ("--epochs", "--steps"),
     ("--batch", "--global-batch"),
@@ -47,18 +47,19 @@ class Train(WorldFlags):
 
     A flag overrides the value in a recipe file, and a recipe file overrides the value of its base
     recipe. Ctrl-C saves a checkpoint. To continue a run: tutti train --resume --out DIR. To repeat
-    it with the same ranks and layout: tutti train --recipe DIR/recipe.toml.
+    a run with the same ranks and layout: tutti train --recipe DIR/recipe.toml.
     """
 
     settings: Recipe
     recipe: str = "lenet"
     """Recipe to train: lenet, wideresnet, efficientnet, gpt, own (AdamW, for --model
     package.module:function), hf (fine-tuning of --model hf:FOLDER), or a TOML file that begins with
-    base = "NAME" (default: hf or own with such a --model, else lenet)."""
+    base = "NAME". The default is hf for --model hf:FOLDER, own for --model package.module:function,
+    and otherwise lenet."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start (default: the ranks of --layout, else those in the recipe
-    file, else 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated list
-    such as 1,2."""
+    """Number of local ranks to start (default: the number that --layout needs, or the number in the
+    recipe file, or 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated
+    list such as 1,2."""
     out: OutputFolder | None = None
     """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
@@ -167,7 +168,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
             check_numbers(base)
         except UsageError as error:
             raise UsageError(f"--recipe {name}: {error}") from None
-    # --layout has its own number of ranks, which replaces the number in the file.
+    # The number of ranks that --layout needs replaces the number in the recipe file.
     in_file = ranks is not None and flag_value("--layout", arguments) is None
     default = Train(settings=base, recipe=name, ranks=str(ranks) if in_file else None)
     options = parse(Train, program, arguments, default=default)
@@ -175,7 +176,8 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
     given = {
         flag for pair in _OVERRIDDEN for flag in pair if flag_value(flag, arguments) is not None
     }
-    if "--epochs" in given and "--steps" not in given:  # the recipe may set steps
+    # --epochs also replaces the number of steps that the recipe sets.
+    if "--epochs" in given and "--steps" not in given:
         settings = replace(settings, length=replace(settings.length, steps=None))
     if "--batch" in given and "--global-batch" not in given:
         settings = replace(settings, batching=replace(settings.batching, global_batch=None))
@@ -194,7 +196,7 @@ def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
     # The synthetic images have the size of the dataset that they replace, unless --pixels is given.
     given = recipe.data.pixels != RECIPES[_built_in_recipe(recipe)].data.pixels
     pixels = 32 if recipe.data.dataset == "cifar100" and not given else recipe.data.pixels
-    # The inputs of a user's model are known only from a dataset.
+    # The input shapes of a user's model are known only from its dataset, so this dataset is kept.
     dataset = recipe.data.dataset if recipe.architecture == OwnModelConfig() else "synthetic"
     return replace(
         recipe,
@@ -230,7 +232,8 @@ def _train(options: Train, base: Recipe) -> int:
         with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
                 raise UsageError(_NVTX_NEEDS_CUDA)
-            if world.launcher not in ("python", "tutti"):  # otherwise main has checked it
+            # If this command started the ranks, `main` has already checked the flags.
+            if world.launcher not in ("python", "tutti"):
                 check_flags_have_effect(options.settings, base, options.benchmark)
             agree(lambda: directory.check(options.resume) if world.is_first else None)
             resume, tensorboard = options.resume, options.tensorboard
@@ -280,7 +283,7 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             head = {"schema": "tutti.train/1", "command": command}
             directory.write_json("summary.json", {**head, **outcome.summary})
-            if not outcome.not_written:  # otherwise lines may be incomplete
+            if not outcome.not_written:  # otherwise rank0.jsonl may be incomplete
                 directory.write("metrics.csv", csv_of(directory.metrics / "rank0.jsonl"))
             stopped = outcome.stopped and not outcome.not_written
             _print_summary(directory.path, outcome.summary, stopped)
@@ -330,7 +333,7 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
 
 
 def _describe_recipe(settings: Recipe, base: Recipe, name: str, directory: Path) -> str:
-    """Return one line: the recipe, and the values that its file or flags have changed."""
+    """Return one line: the recipe, and the values that a recipe file or a flag has changed."""
     built_in = RECIPES[_built_in_recipe(settings)]
     changed = []
     for section in fields(settings):
@@ -349,7 +352,7 @@ def _describe_recipe(settings: Recipe, base: Recipe, name: str, directory: Path)
 
 
 def _built_in_recipe(settings: Recipe) -> str:
-    """Return the name of the recipe with the same kind of model, the `base` of the written file."""
+    """Return the built-in recipe with the same kind of model, which recipe.toml names as base."""
     kind = type(settings.architecture)
     return next(name for name, recipe in RECIPES.items() if type(recipe.architecture) is kind)
 
@@ -376,7 +379,7 @@ def train_learning_rates(options: Train, arguments: list[str]) -> tuple[Summarie
             file = out / "summary.json"
             summary = json.loads(file.read_text()) if file.exists() else {}
             if code != 0 and "diverged" not in summary:
-                return summaries, code  # the run failed, but not because it diverged
+                return summaries, code  # divergence is a result, other failures are not
             summaries[rate, ranks] = summary
     return summaries, 0
 

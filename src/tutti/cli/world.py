@@ -98,7 +98,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
-    """Print and return a row for each of these processes, or for all processes with a ledger."""
+    """Print and return a row for each process. Empty `pids` means all processes with a ledger."""
     from tutti.comm.ledger import processes, read_process
 
     ledgers = []

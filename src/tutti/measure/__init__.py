@@ -1,1 +1,1 @@
-"""Shared by every command that measures: units, statistics, timing, terminal output, files."""
+"""Code that all measuring commands share: units, statistics, timing, terminal output, files."""

@@ -1,10 +1,14 @@
 """Message size, algorithm bandwidth and bus bandwidth of each collective, as in nccl-tests.
 
-S is the size in bytes of the input or of the output of a rank, whichever is larger. `count` is the
-count argument of the NCCL call: the number of elements of one rank's shard if the tensor is sharded
-over ranks, else of the whole tensor. algbw = S / time. busbw = algbw × (bytes that a ring algorithm
-moves over its slowest link) / S, so busbw can be compared with the speed of that link for any
-number of ranks. The α–β model of the cost of a message is seconds = α × rounds + β × bytes.
+S is the message size in bytes: the larger of a rank's input and a rank's output. `count` is the
+count argument of the NCCL call. If the tensor is sharded over ranks, `count` is the number of
+elements in one shard. Otherwise `count` is the number of elements in the whole tensor.
+
+algbw = S / time. busbw = algbw × (bytes that a ring algorithm moves over its slowest link) / S, so
+busbw can be compared with the speed of that link for any number of ranks.
+
+The α–β model predicts the time of a collective: seconds = α × rounds + β × bytes. α is the latency
+of one round in seconds, and β is the time per byte in seconds.
 """
 
 from collections.abc import Sequence
@@ -17,11 +21,11 @@ class Operation:
     """A collective, and how its size is counted."""
 
     name: str
-    sharded: bool  # S is the size of all shards, and `count` is the mean size of a shard
+    sharded: bool  # S covers all shards; `count` is the mean number of elements in a shard
     reduces: bool
     native: str  # the form in torch.distributed: "in" for in place, "out" for out of place
     placements: tuple[str, ...] = ("out", "in")
-    rooted: bool = False  # rank 0 is the root
+    rooted: bool = False  # the collective has a root, which is rank 0
 
     def count(self, size: int, element_bytes: int, ranks: int) -> int:
         """Return the largest count with S ≤ `size`, but at least 1. A barrier has count 0."""
@@ -62,9 +66,9 @@ OPERATIONS = {
 def uneven_shards(count: int, ranks: int) -> list[int]:
     """Return shard sizes in the proportion 1 : 2 : 3 : …, with a mean of `count` elements.
 
-    In all_gather_uneven, rank r has shard r. In all_to_all_uneven on n ranks, rank i sends a shard
-    of size number (i + j) mod n to rank j, so every rank sends and receives n × count elements, as
-    in all_to_all.
+    Let sizes be the returned list and n the number of ranks. In all_gather_uneven, rank r has a
+    shard of sizes[r] elements. In all_to_all_uneven, rank i sends sizes[(i + j) % n] elements to
+    rank j, so every rank sends and receives n × count elements, as in all_to_all.
     """
     total, steps = count * ranks, ranks * (ranks + 1)
     ends = [total * rank * (rank + 1) // steps for rank in range(ranks + 1)]

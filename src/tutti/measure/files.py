@@ -1,4 +1,4 @@
-"""Writing files so that other processes never read a partly written file, and checks of paths."""
+"""Atomic writes, so that no process reads a partly written file, and checks of paths."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_output_file(path: Path) -> None:
-    """Raise OSError if `write_atomically` cannot write this file. Changes nothing."""
+    """Raise OSError if `write_atomically` cannot write this file. The file is not changed."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a directory")
     if path.exists():
@@ -61,8 +61,9 @@ def _check_folder(folder: Path) -> None:
         problem = "is a file" if folder.is_file() else "is not a directory"
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} {problem}")
     try:
-        # Permissions do not tell everything: not that a disk is full, or that the root user cannot
-        # create files in /proc. The temporary file has no name on most file systems.
+        # Create a file, because permissions do not show that a disk is full, or that even root
+        # cannot create files in /proc. On most file systems the temporary file has no name, so
+        # other processes do not see it.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         reason = f"no file can be created in {folder} ({error.strerror})"
@@ -70,7 +71,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def check_input(path: Path, kind: str) -> None:
-    """Raise OSError if a path cannot be read. kind: "file", "directory", or "any" of both."""
+    """Raise OSError if a path cannot be read. `kind` is "file", "directory" or "any"."""
     mode = path.stat().st_mode
     is_folder = stat.S_ISDIR(mode)
     if is_folder and kind == "file":

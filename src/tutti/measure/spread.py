@@ -17,8 +17,8 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def middle_half(values: Sequence[T], key: Callable[[T], float]) -> list[T]:
     """Return the values without the lowest quarter and the highest quarter.
 
-    The mean of the middle half is as robust to outliers as the median. Unlike medians, the means of
-    the parts of a sum add up to the mean of the sum.
+    The mean of the middle half is robust to outliers, like the median. Unlike medians, means can be
+    added: if each value is a sum of parts, the means of the parts add up to the mean of the values.
     """
     dropped = len(values) // 4
     return sorted(values, key=key)[dropped : len(values) - dropped]
@@ -44,7 +44,7 @@ def summarize_us(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def relative_mad(samples: Sequence[float]) -> float:
-    """Return 1.4826 × MAD / median, an estimate of σ / mean that is robust to outliers."""
+    """Return 1.4826 × median absolute deviation / median, a robust estimate of σ / mean."""
     middle = median(samples)
     deviation = median(abs(sample - middle) for sample in samples)
     return 1.4826 * deviation / abs(middle) if middle else 0.0

@@ -58,7 +58,7 @@ def print_line(line: str, stream: TextIO | None = None) -> None:
 
 
 def console() -> "Console":
-    """Return a rich console on standard output that does not fold tables in files at 80 columns."""
+    """Return a rich console on standard output. Tables in files are not wrapped at 80 columns."""
     from rich.console import Console
 
     return Console(width=terminal_width(sys.stdout), highlight=False)

@@ -1,9 +1,11 @@
 """Timing of repeated calls on this rank, with the CPU's clock or with CUDA events on the stream.
 
 Back to back: calls follow each other without a pause, as in nccl-tests. The time of a call is from
-the end of the previous call to the end of the call. Isolated: ranks synchronize before each call.
-The time of a call is from the latest start on any rank to the latest end on any rank. Start and end
-times of different ranks are comparable only on one host (CLOCK_MONOTONIC).
+the end of the previous call to the end of the call.
+
+Isolated: ranks synchronize before each call. The time of a call is from the latest start on any
+rank to the latest end on any rank. The start and end times of different ranks can be compared only
+on one host, because each host has its own CLOCK_MONOTONIC.
 """
 
 import gc
@@ -53,7 +55,7 @@ def _time_by_events(call: Callable[[], Any], times: int, calls_per_event: int) -
 
 
 def time_total(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Return the total seconds of `times` calls, with two CUDA events or with the CPU's clock."""
+    """Return the total seconds of `times` calls, measured by CUDA events or the CPU's clock."""
     if device.type == "cuda":
         return float(_time_by_events(call, times, calls_per_event=times).sum())
     return float(time_back_to_back(call, times, device).sum())
@@ -62,7 +64,10 @@ def time_total(call: Callable[[], Any], times: int, device: torch.device) -> flo
 def time_isolated(
     call: Callable[[], Any], times: int, device: torch.device, synchronize: Callable[[], Any]
 ) -> tuple[Tensor, Tensor]:
-    """Call `synchronize` and then `call`, `times` times. Return the start and end of each call."""
+    """Make `times` calls, with a call of `synchronize` before each call.
+
+    Return the start times and the end times of `call`, in seconds.
+    """
     clock = time.perf_counter
     starts, ends = [0.0] * times, [0.0] * times
     with no_garbage_collection():

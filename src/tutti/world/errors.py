@@ -8,14 +8,15 @@ from typing import Any
 # Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
 # pull container images and mount file systems.
 START_TIMEOUT = 300.0
-# Seconds for a collective, more than any step or checkpoint takes. A dead rank is detected sooner.
+# Seconds after which a collective fails, which is longer than any step or checkpoint takes.
+# liveness.py detects the death of a rank sooner.
 TIMEOUT = 600.0
 
 
 class UsageError(Exception):
     """A wrong flag, variable or setup. Commands print the message as one line and exit with 2."""
 
-    printed = False  # set once the message has been printed
+    printed = False  # whether the message has been printed
 
 
 class RanksDiffer(Exception):
@@ -25,7 +26,11 @@ class RanksDiffer(Exception):
 
 
 class OutOfMemory(Exception):
-    """A rank is out of memory. The first line names the cause, and further lines what would fit."""
+    """A rank is out of memory.
+
+    The first line of the message names the cause. Further lines name flags that would
+    make the run fit into memory.
+    """
 
     printed = False
 
@@ -46,7 +51,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the most similar of the known names, which may be an abbreviation such as lr."""
+    """Return the known name that is most similar to `name`, or None if no name is similar.
+
+    Initials also match: for `learning-rate`, the known name `lr` is returned.
+    """
     names = list(known)
     initials = "".join(word[:1] for word in re.split("[-_]", name.lower()))
     if len(initials) > 1 and initials in names:

@@ -1,4 +1,4 @@
-"""Exchanges small values between ranks as JSON, and checks that all have the same recipe and model.
+"""Exchanges small values between ranks as JSON, and checks that recipe and model are the same.
 
 torch's object collectives unpickle the bytes that a peer sent, which lets the peer run code in this
 process. Parsing JSON does not.
@@ -29,7 +29,7 @@ def gather_json(value: Any) -> list[Any]:
     length = torch.tensor([len(text)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
-    # JSON may end with spaces, so the texts are padded to the same length.
+    # all_gather needs texts of the same length. JSON may end with spaces, so spaces are appended.
     padded = bytearray(text.ljust(int(max(lengths))))
     buffer = torch.frombuffer(padded, dtype=torch.uint8)
     texts = [torch.empty_like(buffer) for _ in lengths]
@@ -55,8 +55,8 @@ def gather_json_from_store(
 ) -> list[Any]:
     """Return every rank's value, in rank order, exchanged through `store` without a process group.
 
-    All ranks must pass the same `key`, and a key is used once. The call is also a barrier: no rank
-    returns before all ranks have written. Raise RanksMissing after `timeout` seconds.
+    All ranks must pass the same `key`, and each call needs a new key. The call is also a barrier:
+    no rank returns before all ranks have written. Raise RanksMissing after `timeout` seconds.
     """
     keys = [f"{key}/{peer}" for peer in range(size)]
     store.set(keys[rank], json.dumps(value))
@@ -93,8 +93,8 @@ def check_same(
     """Raise RanksDiffer, naming the rank that differs, unless all ranks have the same values.
 
     `recipe` and `dataset` may have any JSON values. The parameters and buffers of `model` are
-    compared by a hash of their bits. Call check_same on every rank. tutti.init() has compared the
-    versions of torch and tutti.
+    compared by a hash of their bits. All ranks must call check_same. The versions of torch and
+    tutti are not compared here, because tutti.init() compares them.
     """
     contents: dict[str, dict[str, str]] = {}
     for item, described in (("recipe", recipe), ("dataset", dataset)):
@@ -114,7 +114,8 @@ def check_same(
         different = [rank for rank, value in enumerate(by_rank) if value != usual]
         if not different:
             continue
-        # All ranks have the same hashes and reach this line, so they can exchange the full content.
+        # All ranks gathered the same hashes, so all ranks reach this line and can exchange the full
+        # content.
         all_contents = gather_json([world.host, content])
         host, values = all_contents[different[0]]
         expected = all_contents[by_rank.index(usual)][1]
@@ -131,7 +132,7 @@ def check_same(
 
 
 def _both(value: str | None, expected: str | None) -> str:
-    """Return both values as text for a message, or "" if they are long, such as hashes."""
+    """Return the two values as text for a message, or "" for long values such as hashes."""
     longest = max(len(str(value)), len(str(expected)))
     return f" ({value}, others {expected})" if longest <= _SHOWN_CHARACTERS else ""
 

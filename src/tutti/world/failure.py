@@ -44,15 +44,16 @@ class FailureHandler:
         self.failed = False
         self.liveness: Liveness | None = None  # set if the world has more than one rank
         self._rank, self._host, self._name = rank, host, f"rank {rank} on {host}"
-        self._report = report  # where `tutti run` reads this rank's failure
+        self._report = report  # the file from which `tutti run` reads this rank's failure
         self._handled: BaseException | None = None
         self._closed = False
         self._previous_hook: _Hook = sys.excepthook
 
     def install_hook(self, previous: _Hook) -> None:
-        """Handle uncaught exceptions. `stop` restores the hook `previous`.
+        """Install a sys.excepthook that handles uncaught exceptions. `stop` restores `previous`.
 
-        Call this after init_process_group, or torch's hook would suppress this hook's output.
+        init_process_group must be called before this method. Otherwise the hook that
+        init_process_group installs would suppress the output of this hook.
         """
         self._previous_hook = previous
         sys.excepthook = self._uncaught if self.liveness else print_usage_errors(previous)
@@ -72,7 +73,7 @@ class FailureHandler:
         liveness.leave()
 
     def handle(self, error: BaseException) -> None:
-        """Report an exception that ends this rank. Only the first rank that failed prints it."""
+        """Report an exception that ends this rank. Only the rank that failed first prints it."""
         if error is self._handled or self.liveness is None or self._closed:
             return
         self._handled, self.failed = error, True
@@ -145,7 +146,10 @@ class FailureHandler:
 
 
 def print_usage_errors(hook: _Hook) -> _Hook:
-    """Return an excepthook that prints the message of an explained error and exits with 2."""
+    """Return an excepthook that prints the message of an explained error and exits with 2.
+
+    `hook` handles all other errors.
+    """
 
     def excepthook(
         kind: type[BaseException], error: BaseException, where: TracebackType | None

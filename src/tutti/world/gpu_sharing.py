@@ -19,8 +19,8 @@ _CONTROL = "nvidia-cuda-mps-control"
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
     """Return environment variables for ranks that share a GPU.
 
-    Ranks that do not share their GPU set these variables, too, because all ranks of an NCCL
-    communicator must agree on the transports.
+    If some ranks of a world share a GPU, all ranks of the world set these variables, because all
+    ranks of an NCCL communicator must agree on the transports.
     """
     variables = {
         # NCCL refuses two ranks on one GPU of one host. With a different host id each rank counts
@@ -29,9 +29,9 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Without expandable segments, an allocator reserves memory that it does not use and that
-        # other processes on the GPU cannot use: 1 to 3 GiB on each of eight ranks that trained a
-        # model of 4.8 B parameters.
+        # Without expandable segments, the allocator of each rank reserves memory that the rank does
+        # not use and other processes on the GPU cannot use. Eight ranks that trained a model of
+        # 4.8 B parameters reserved 1 to 3 GiB each.
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if one_machine:
         variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -42,7 +42,8 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
 def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
     """Run a private MPS daemon during the block.
 
-    Yield the environment variables that its users need, or {} if the daemon does not start.
+    Yield the environment variables with which processes use the daemon, or {} if the daemon does
+    not start.
     """
     variables = {
         "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),

@@ -19,10 +19,10 @@ def slurm_script(
     cpus_per_rank: int | None,
     directives: dict[str, str | None],
 ) -> str:
-    """Return an sbatch script. `directives` maps long flags to values. None omits the flag."""
+    """Return an sbatch script. `directives` maps long flags to values, or to None for no flag."""
     if nodes < 1 or ranks_per_node < 1:
         raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node must be at least 1")
-    # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
+    # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job, so srun needs it.
     cpus = f" --cpus-per-task={cpus_per_rank}" if cpus_per_rank else ""
     counts = {
         "nodes": str(nodes),
@@ -65,7 +65,8 @@ def mpi_script(
     if len(hosts) > 1 and flavour == "openmpi":
         flags += ["-x", f"MASTER_ADDR={hosts[0][0]}"]
     elif len(hosts) > 1:
-        # Hydra gives the hosts no common job id from which each could derive the same port.
+        # Hydra, the launcher of MPICH, gives ranks on different hosts no common job id from which
+        # they could derive the same port.
         port = port_candidates(shlex.join(command))[0]
         flags += ["-genv", "MASTER_ADDR", hosts[0][0], "-genv", "MASTER_PORT", str(port)]
     return (

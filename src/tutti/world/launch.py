@@ -31,16 +31,17 @@ from tutti.world.gpu_sharing import mps_daemon, shared_gpu_variables
 from tutti.world.launchers import free_port, without_launcher_variables
 from tutti.world.placement import refuse_more_ranks_than_gpus
 
-# An idle Python interpreter needs about 10 MB; a rank that imports torch needs over 100 MB.
+# The least memory of a rank, to refuse numbers of ranks that cannot work. An idle Python
+# interpreter needs about 10 MB, and a rank that imports torch needs over 100 MB.
 _BYTES_PER_RANK = 16 << 20
-# File descriptors: a pidfd, both ends of two pipes, and a log file.
+# File descriptors per rank: a pidfd, both ends of two pipes, and a log file.
 _FILES_PER_RANK = 6
 _OWN_FILES = 64
 
 
 @dataclass(frozen=True)
 class LocalWorld:
-    """A command to run as local ranks. The fields mean the same as the flags of `tutti run`."""
+    """A command to run as local ranks. The flags of `tutti run` explain the fields."""
 
     command: Sequence[str]
     ranks: int
@@ -52,7 +53,7 @@ class LocalWorld:
     timeout: float = TIMEOUT
     grace: float = 5.0
     reported_codes: Sequence[int] = (2,)
-    """Exit codes that mean no crash. Rank 0 prints the reason, and all ranks end by themselves."""
+    """Exit codes without a crash: rank 0 prints the reason, and all ranks end by themselves."""
 
     def check(self) -> None:
         """Raise UsageError for settings that cannot work, before any process is started."""
@@ -73,11 +74,11 @@ class LocalWorld:
             raise UsageError(f"{flag} needs a GPU, but no GPU is visible on this host. Omit it.")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
-        """Run until all ranks have ended. Return 0 or the exit code of the first failure."""
+        """Run until all ranks have ended. Return 0 or the exit code of the first failed rank."""
         return self.supervise(env).exit_code()
 
     def supervise(self, env: Mapping[str, str] | None = None) -> "Supervisor":
-        """Run until all ranks have ended. Return the supervisor, which has their exit codes."""
+        """Run until all ranks have ended. Return the supervisor, which has the exit codes."""
         self.check()
         shared = without_launcher_variables(os.environ if env is None else env)
         with ExitStack() as stack:
@@ -150,11 +151,11 @@ def _report(text: str) -> None:
 # After the first failure, the other ranks have this long to end by themselves and write their own
 # reports. Then SIGTERM is sent.
 _SETTLE_SECONDS = 0.5
-# The same time after an exit code in `reported_codes`, when other ranks are about to end normally.
+# The same time, but for exit codes in `reported_codes`, after which all ranks end by themselves.
 _REPORTED_SECONDS = 5.0
 # Time between SIGTERM and SIGKILL after a failure.
 _FAILED_GRACE_SECONDS = 5.0
-# How long child processes of ended ranks may keep the output pipes open.
+# Child processes of ended ranks may keep the output pipes open. The pipes are read for this long.
 _DRAIN_SECONDS = 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
@@ -191,7 +192,8 @@ class _Rank:
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # already ended
             if number in _ENDING or number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)  # the group has data workers and shells, too
+                # The process group includes data workers and shells.
+                os.killpg(self.process.pid, number)
             elif self.code is None:
                 self.process.send_signal(number)
 
@@ -208,7 +210,7 @@ class _Rank:
 
 
 def _die_with_parent() -> None:
-    """Called in the child process, so that the kernel kills it when the launcher dies."""
+    """Make the kernel kill this child process when the launcher dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -228,7 +230,8 @@ class Supervisor:
         self._first_to_fail: _Rank | None = None
         self._reports: dict[int, dict[str, Any]] = {}  # the reports that failed ranks have written
         self.stopped_by: signal.Signals | None = None
-        self._scheduled: list[tuple[float, int]] = []  # (time, signal) to send to all ranks
+        # Signals that are sent to all ranks later: (value of time.monotonic(), signal).
+        self._scheduled: list[tuple[float, int]] = []
 
     def run(self) -> None:
         """Run until all ranks have ended."""
@@ -242,7 +245,7 @@ class Supervisor:
         handled = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
         # Signals are read from the wake-up pipe. The handler only replaces the default action.
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
-        # A program that calls tutti.spawn may have a wake-up pipe, as asyncio and Jupyter do.
+        # A program that calls tutti.spawn may have its own wake-up pipe, as asyncio and Jupyter do.
         wakeup_before = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             for env in self._environments:
@@ -327,7 +330,7 @@ class Supervisor:
                 rank.signal(number)
 
     def exit_code(self) -> int:
-        """Return 0 or the exit code of the first failure, and print what failed."""
+        """Return 0 or the exit code of the rank that failed first, and print how it failed."""
         count = len(self._ranks)
         codes = {rank.code for rank in self._ranks}
         if self.stopped_by is not None:
@@ -360,7 +363,11 @@ class Supervisor:
         return failed.code if failed.code > 0 else 128 - failed.code
 
     def failure(self) -> tuple[str, str] | None:
-        """Return which rank failed first and how, and its traceback or last lines of output."""
+        """Return two texts about the rank that failed first, or None if no rank failed.
+
+        The first text says which rank failed, and how. The second text is the traceback or the last
+        lines of output of this rank.
+        """
         if self._first_to_fail is None:
             return None
         failed, summary, details = self._find_failed(self._first_to_fail)
@@ -377,7 +384,10 @@ class Supervisor:
         return self._find_failed(self._first_to_fail)[1] or None
 
     def _print_hidden_traceback(self) -> None:
-        """Print the traceback of a hidden rank that failed outside of a world, without a report."""
+        """Print the traceback of a rank whose output is hidden and that wrote no report.
+
+        A rank writes no report if it fails outside of a world.
+        """
         for rank, stream in sorted(self._output.errors.items()):
             if stream.has_traceback and not self._output.shows(rank):
                 _report(f"rank {rank} failed:")
@@ -388,9 +398,9 @@ class Supervisor:
     def _find_failed(self, first: _Rank) -> tuple[_Rank, str, str]:
         """Return the rank that failed first, with the summary and details of its failure.
 
-        The failed rank's interpreter takes a while to shut down, so ranks that lost the connection
-        to it may end before it. Their reports name the failed rank. A rank killed by a signal
-        writes no report.
+        `first` is the rank that ended first, which may not be the rank that failed first: while the
+        interpreter of the failed rank shuts down, another rank may lose its connection and end. The
+        report of such a rank names the failed rank. A rank killed by a signal writes no report.
         """
         if first.code is not None and first.code < 0:
             return first, "", ""  # killed before this process sent any signal
@@ -434,7 +444,10 @@ class RankOutput:
         return self._show == "all" or (self._show == "first" and rank == 0)
 
     def targets(self, rank: int) -> tuple[int | None, int | None]:
-        """Return the descriptors of a rank's output and error, or None to inherit them."""
+        """Return file descriptors for a rank's standard output and standard error.
+
+        Return (None, None) if the rank inherits the streams of this process.
+        """
         log = self._logs[rank] if self._logs else None
         shown = self.shows(rank)
         only_one = self._show == "first" or self._ranks == 1
@@ -455,7 +468,7 @@ class RankOutput:
 
 
 class Stream:
-    """A pipe from a rank. Its data is forwarded in whole lines, so that lines do not mix."""
+    """A pipe from a rank. Whole lines are forwarded, so that lines of two ranks do not mix."""
 
     def __init__(self, prefix: str, shown_on: TextIO | None, log: IO[bytes] | None) -> None:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
@@ -464,7 +477,7 @@ class Stream:
         self.has_traceback = False
         self._prefix, self._shown_on, self._log = prefix.encode(), shown_on, log
         self._rest = b""
-        self._held: list[bytes] = []  # lines of a traceback after Ctrl-C
+        self._held: list[bytes] = []  # traceback lines after Ctrl-C, which `close` may print
 
     def read(self) -> bool:
         """Read and forward the output that has arrived. Return False at the end of the stream."""

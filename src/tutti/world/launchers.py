@@ -1,4 +1,4 @@
-"""Reads from environment variables which launcher started this process, and its rank.
+"""Finds the launcher and the rank of this process in environment variables.
 
 One function per launcher returns an Identity, which also names the variable that gave each value.
 The innermost launcher takes precedence: inside an srun step, torchrun and mpirun precede Slurm.
@@ -22,7 +22,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Identity:
-    """The values that the launcher gave this process. rendezvous.py finds values that are None."""
+    """The values that the launcher gave this process. The rendezvous finds values that are None."""
 
     launcher: str
     rank: int
@@ -33,15 +33,16 @@ class Identity:
     nodes: int | None = None
     master_host: str | None = None
     master_port: int | None = None
-    # An id that differs between worlds on the same hosts. Candidate ports are derived from it.
+    # An id that differs between worlds on the same hosts. Ports are derived from this id.
     job: str = ""
-    # Whether torchrun's agent serves the store at the master port. Then every rank is a client.
+    # Whether torchrun's agent serves the store at the master port. If it does, all ranks, including
+    # rank 0, are clients of the store.
     agent_store: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def identify(env: Environment) -> Identity:
-    """Return the Identity from the first launcher that applies, or that of a world of one rank."""
+    """Return the Identity of the first launcher that applies, or of a world with one rank."""
     readers = (_from_torch_variables, _from_openmpi, _from_mpich, _from_slurm)
     found = [identity for read in readers if (identity := read(env)) is not None]
     if not found:
@@ -126,8 +127,8 @@ def _from_openmpi(env: Environment) -> Identity | None:
     host = None
     if not reader.on_one_host and "MASTER_ADDR" not in env:
         # Open MPI does not report the host of rank 0. Rank 0 is usually on the first node of a
-        # Slurm job, or on the host of mpirun, whose address is in a variable of every rank. Rank 0
-        # checks that it runs on that host.
+        # Slurm job, or on the host of mpirun, whose address is in a variable of every rank. On
+        # rank 0, rendezvous.py checks that rank 0 runs on this host.
         uri = env.get("OMPI_MCA_orte_hnp_uri", "")
         if "SLURM_JOB_NODELIST" in env:
             host = reader.first_node("SLURM_JOB_NODELIST")
@@ -139,7 +140,7 @@ def _from_openmpi(env: Environment) -> Identity | None:
 
 
 def _from_mpich(env: Environment) -> Identity | None:
-    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank. _from_slurm handles that case.
+    # `srun --mpi=pmi2` also sets PMI_RANK, but not MPI_LOCALRANKID. _from_slurm handles srun.
     if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
         return None
     reader = _Reader(env, "mpich", "PMI_RANK and MPI_LOCALRANKID")
@@ -156,9 +157,11 @@ def _from_mpich(env: Environment) -> Identity | None:
 
 
 def _socket_peer(descriptor: str) -> str:
-    """Return the process id at the other end of Hydra's socket, which all local ranks share.
+    """Return the id of the Hydra process at the other end of a socket, or "" if there is none.
 
-    Hydra gives its jobs no id, but two jobs at the same time must not derive the same port.
+    Hydra, the launcher of MPICH, gives its jobs no id. All local ranks of a job have the same Hydra
+    process, so its process id serves as job id, and two jobs at the same time do not derive the
+    same port.
     """
     try:
         with socket.socket(fileno=os.dup(int(descriptor))) as to_launcher:
@@ -169,16 +172,17 @@ def _socket_peer(descriptor: str) -> str:
 
 
 def _from_slurm(env: Environment) -> Identity | None:
-    # The batch shell and an salloc shell also have SLURM_PROCID or SLURM_NTASKS, but Slurm started
-    # no other ranks there. Only a process inside a job step has peers.
+    # The batch shell and an salloc shell also have SLURM_PROCID or SLURM_NTASKS, but they are not
+    # ranks. Only the processes of a job step are ranks.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     reader.integers(rank="SLURM_PROCID", size=tasks)
     if reader.values["size"] == 1:
-        # A step of one task is most often a shell (srun --pty bash), whose commands start ranks as
-        # in any other shell, or one of several steps whose ranks the user numbered.
+        # A step of one task is most often a shell (srun --pty bash), and commands in this shell
+        # start ranks as in any other shell. Or the user started several steps of one task and set
+        # RANK and WORLD_SIZE in each step.
         return None
     reader.integers(local_rank="SLURM_LOCALID", node="SLURM_NODEID")
     node, variable = reader.values["node"], "SLURM_STEP_TASKS_PER_NODE"
@@ -191,8 +195,8 @@ def _from_slurm(env: Environment) -> Identity | None:
         )
     reader.values |= {"local_size": counts[node], "nodes": len(counts)}
     reader.reasons["nodes"] = variable
-    # Not SLURM_LAUNCH_NODE_IPADDR, which is the host where srun was called, and not the job's
-    # node list, because a step may run on some of the job's nodes only.
+    # SLURM_LAUNCH_NODE_IPADDR is the host where srun was called, and the node list of the job may
+    # have nodes without a task of this step. So the node list of the step is read.
     host = reader.first_node("SLURM_STEP_NODELIST")
     return reader.identity(f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}", host)
 
@@ -254,7 +258,7 @@ class _Reader:
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:
-    """Raise UsageError if variables are incomplete. Otherwise each rank would train alone."""
+    """Raise UsageError if variables are incomplete, because each rank would train alone."""
     for name in ("WORLD_SIZE", "PMI_SIZE", "RANK"):
         if env.get(name, "0") not in (("0",) if name == "RANK" else ("0", "1")):
             missing = [variable for variable in _REQUIRED if variable not in env]
@@ -264,19 +268,19 @@ def _refuse_incomplete_variables(env: Environment) -> None:
             )
 
 
-# No outgoing connection uses these ports, as Linux's ephemeral range is 32768 to 60999.
+# No outgoing connection uses these ports: Linux takes ports for them from 32768 to 60999.
 _PORTS = range(20000, 30000)
 
 
 def port_candidates(job: str) -> list[int]:
-    """Return the ports that a job tries, in order. They depend only on the job's id."""
+    """Return the ports that a job tries, in order. The ports depend only on the id of the job."""
     numbers = struct.unpack(">5H", hashlib.sha256(job.encode()).digest()[:10])
     return [_PORTS[number % len(_PORTS)] for number in numbers]
 
 
 def free_port() -> int:
     """Return a port on which no process listens now, and which no outgoing connection uses."""
-    # SystemRandom, so that the seeded generator of a training script is not advanced.
+    # random.sample would advance the seeded generator of a training script. SystemRandom does not.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:

@@ -6,8 +6,10 @@ the GIL. Rank 0 is the hub: every rank reports to rank 0 that it failed or that 
 and rank 0 detects connections that were closed. Rank 0 sends each of these events to all other
 ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection after about 25 s.
 
-Messages are JSON objects, one per line: {"hello": rank, "start": start id}, {"failed": failure},
-{"left": rank} and {"gone": rank}. All ranks report the first failure that the hub receives.
+Messages are JSON objects, one per line. {"hello": rank, "start": start id} is the first message on
+a connection. {"failed": failure} reports a failure, {"left": rank} a rank that ends normally, and
+{"gone": rank} a rank whose connection is closed. All ranks report the first failure that rank 0
+receives.
 
 This module imports only the standard library, because the startup hook of `tutti profile` loads it
 in programs that cannot import tutti.
@@ -25,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Seconds without data before the first probe, seconds between probes, and number of probes.
+# TCP keep-alive: seconds before the first probe, seconds between probes, and number of probes.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _LONGEST_MESSAGE = 1 << 20
 
@@ -42,7 +44,7 @@ class Failure:
 class Liveness:
     """This rank's end of the liveness connections, served by a thread.
 
-    Rank 0, the hub, accepts connections at `listener`. Other ranks connect to its `address`.
+    Rank 0, the hub, accepts connections at `listener`. Other ranks connect to `address`.
     `on_failure` is called once, in a new thread, when the world has failed.
     """
 
@@ -64,7 +66,7 @@ class Liveness:
         self._start_id, self._on_failure = start_id, on_failure
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
-        self._peers: dict[socket.socket, int | None] = {}  # the rank, or None before its hello
+        self._peers: dict[socket.socket, int | None] = {}  # the peer's rank, or None before hello
         self._incomplete: dict[socket.socket, bytes] = {}  # the bytes of an incomplete message
         self._closing = False
         self._listener = listener
@@ -88,7 +90,7 @@ class Liveness:
         return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, timeout)
 
     def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
-        """Send `failure` to all ranks and return the first failure, which may be another rank's."""
+        """Send `failure` to all ranks. Return the first failure, which may be of another rank."""
         self._send_to_thread({"failed": asdict(failure)})
         self.wait(lambda: self.first_failure is not None, timeout)
         return self.first_failure or failure
@@ -99,7 +101,10 @@ class Liveness:
             return self._changed.wait_for(condition, seconds)
 
     def leave(self) -> None:
-        """Announce that this rank ends normally. Rank 0 waits until all others have left."""
+        """Announce that this rank ends normally.
+
+        Rank 0 then waits until all other ranks have left or one rank has failed.
+        """
         self._send_to_thread({"left": self.rank})
         if self.rank == 0:
             everyone = set(range(len(self.hosts)))
@@ -126,7 +131,7 @@ class Liveness:
                 assert isinstance(connection, socket.socket)
                 messages = self._read(connection)
                 for message in messages or []:
-                    if connection in self._peers:  # not closed after an earlier message
+                    if connection in self._peers:  # an earlier message may have closed it
                         self._receive(message, connection)
                 if messages is None and connection in self._peers:
                     if self._peers[connection] == self.rank:  # leave() closed the socket pair
@@ -160,7 +165,8 @@ class Liveness:
         elif "failed" in message and (self.rank == 0 or peer == 0):
             self._failed(Failure(**message["failed"]))
         elif "failed" in message or ("left" in message and self.rank != 0 and peer == self.rank):
-            self._send(message, {0})  # this rank's main thread sent it: forward it to rank 0
+            # This rank's main thread sent the message. Forward it to rank 0.
+            self._send(message, {0})
         elif "left" in message:
             self._broadcast_from_hub(message)
             self._add_to(self.finished_ranks, message["left"])
@@ -250,7 +256,7 @@ def local_address_towards(address: str) -> str | None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # on a datagram socket this selects a route
+            probe.connect((address, 9))  # selects a route, but sends nothing
         except OSError:
             return None
         return str(probe.getsockname()[0])
@@ -260,9 +266,9 @@ def wait_for_gloo_threads() -> None:
     """Wait until gloo's threads are idle, for at most 5 s, and return at once if there are none.
 
     A gloo thread releases its last operation, and the Python objects that the operation holds,
-    shortly after the operation's result is known. If the interpreter ends before that, torch
-    aborts the process ("terminate called without an active exception"), even after
-    destroy_process_group: a DDP model keeps the group and its threads alive.
+    shortly after the operation's result is known. If the interpreter ends before this release,
+    torch aborts the process ("terminate called without an active exception"). This may happen even
+    after destroy_process_group, because a DDP model keeps the group and its threads alive.
     """
     # There is a time limit, because a thread of the program may use gloo until the program ends.
     idle, end = 0, time.monotonic() + 5.0

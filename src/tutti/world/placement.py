@@ -41,7 +41,7 @@ class Place:
 
 def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int = 1) -> list[Place]:
     """Return the placement of every rank, in rank order. `device` is auto, cpu or cuda."""
-    by_machine: dict[str, list[int]] = defaultdict(list)  # machines in order of lowest rank
+    by_machine: dict[str, list[int]] = defaultdict(list)  # ordered by lowest rank of a machine
     for info in ranks:
         by_machine[info.machine].append(info.rank)
     gpus = _choose_gpus(ranks, device, ranks_per_gpu)
@@ -126,7 +126,10 @@ def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
 def bind(
     ranks: "Sequence[RankInfo]", place: Place, env: Mapping[str, str]
 ) -> tuple[str, int, dict[str, str]]:
-    """Set this process's CPU affinity and torch's thread count and return both, with reasons."""
+    """Set this process's CPU affinity and torch's thread count.
+
+    Return the CPUs, the number of threads, and the reason for each.
+    """
     import torch
 
     numa = cpu_numa.numa_nodes()
@@ -157,16 +160,16 @@ def cpus_for(
 ) -> str | None:
     """Return the CPU affinity of a rank that computes on CPU, or None to leave it unchanged.
 
-    Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks, and inside a
-    node each rank has its own CPUs if there are enough. Ranks wait by spinning, so two
-    ranks on one CPU cost each other a time slice per message. Ranks to which the launcher gave
-    different CPUs keep them.
+    Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks of consecutive
+    ranks. Inside a node, each rank has its own CPUs if there is at least one CPU per rank. Ranks
+    wait by spinning, so two ranks on one CPU cost each other a time slice per message. Ranks to
+    which the launcher gave different CPUs keep these CPUs.
     """
     peers = _with_same_cpus(ranks, rank)
     allowed = set(parse_cpu_list(ranks[rank].cpus))
     nodes = [cpus for node in sorted(numa) if (cpus := allowed.intersection(numa[node]))]
     if len(peers) < max(2, len(nodes)):
-        return None  # with fewer ranks than NUMA nodes, each may use all CPUs
+        return None  # with fewer ranks than NUMA nodes, each rank may use all CPUs
     node_of = [index * len(nodes) // len(peers) for index in range(len(peers))]
     node = node_of[peers.index(rank)]
     own_node, ranks_on_node = sorted(nodes[node]), node_of.count(node)
@@ -188,7 +191,8 @@ def _choose_threads(
     if env.get("OMP_NUM_THREADS", "").isdecimal():
         default = ", by default set by tutti run" if "TUTTI_RUN_ID" in env else ""
         return max(1, int(env["OMP_NUM_THREADS"])), f"OMP_NUM_THREADS{default}"
-    # Ranks with the same allowed CPUs divide the CPUs; `cores` is this rank's number after binding.
+    # `cores` is the number of this rank's CPUs after binding. Other ranks may have the same CPUs.
+    # `divisor` is the number of ranks that share these CPUs.
     sharing = len(_with_same_cpus(ranks, place.rank))
     allowed = len(parse_cpu_list(ranks[place.rank].cpus))
     divisor = max(1, math.ceil(sharing * cores / allowed))
@@ -203,8 +207,9 @@ def gloo_interface(
 ) -> tuple[str | None, str]:
     """Return the network interface for gloo (None for gloo's default), and the reason.
 
-    It is loopback if all ranks are on one machine, otherwise an interface that reaches the other
-    machines. By default gloo uses the address of the host name, which is often 127.0.1.1.
+    If all ranks are on one machine, the interface is loopback. Otherwise it is an interface that
+    reaches the other machines. By default gloo uses the address of the host name, which is often
+    127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in env:
         return None, "GLOO_SOCKET_IFNAME"
@@ -229,8 +234,8 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
 
     By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
     page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
-    faults, which took 15 of 70 ms on two cores of a virtual machine. On a GPU, torch's caching
-    allocator keeps freed memory.
+    faults. On two cores of a virtual machine, these faults took 15 ms of a step of 70 ms. GPU
+    memory does not need this setting, because torch's caching allocator keeps freed memory.
     """
     # Old versions of glibc accept an mmap threshold of at most 32 MiB. The trim threshold is the
     # largest value that mallopt accepts.
@@ -252,9 +257,9 @@ def return_freed_memory() -> None:
 def _set_malloc(env: Mapping[str, str], mmap_bytes: Sequence[int], trim_bytes: int) -> bool:
     """Set two limits of glibc, unless the environment sets them, and return whether both are set.
 
-    Blocks of `mmap_bytes` (the first accepted value) and above get their own mapping, which free()
-    returns to the kernel. The heap returns free memory at its end if there is more than
-    `trim_bytes`.
+    A block of at least `mmap_bytes` gets its own mapping, which free() returns to the kernel. Of
+    the values in `mmap_bytes`, the first value that glibc accepts is used. If more than
+    `trim_bytes` are free at the end of the heap, glibc returns these bytes to the kernel.
     """
     variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc

@@ -1,4 +1,7 @@
-"""Cases that crash: the error of a case becomes its row, and new ranks run the other cases."""
+"""Lets a command continue after a crash in one of its cases, such as a layout or a message size.
+
+The error of the case becomes its row in the results, and new ranks run the other cases.
+"""
 
 import json
 import os
@@ -55,7 +58,7 @@ class Cases:
 
     @classmethod
     def from_environment(cls) -> "Cases":
-        """Return the cases of the ranks that `start_cases` started, or none for other launchers."""
+        """Return the cases in the file of `start_cases`, or no cases under other launchers."""
         path = os.environ.get(_CASES_FILE)
         return cls(None if path is None else Path(path))
 
@@ -74,7 +77,7 @@ class Cases:
 
     @contextmanager
     def running(self, name: str, rank: int) -> Iterator[None]:
-        """Record that a case has begun, and its end, or the error of the `with` block."""
+        """Record that a case begins, and after the `with` block that it has ended or failed."""
         if rank == 0:
             self._write("begun", name)
         try:
@@ -88,15 +91,15 @@ class Cases:
             self._write("ended", name)
 
     def add_row(self, name: str, row: dict[str, Any]) -> None:
-        """Report the row of a case. Called on rank 0."""
+        """Write the row of a case into the file. Called on rank 0."""
         self._write("row", [name, row])
 
     def record_crash(self, code: int) -> bool:
-        """Record the error of the case that ended the ranks. Return whether a case ended them."""
+        """If a case was running when the ranks ended, record its error and return True."""
         if self._begun is None or not self.is_new(self._begun):
             return False
         error = [*self._errors, f"the ranks ended with exit code {code}"][0]
-        if code > 128:  # the other ranks have only lost their connection
+        if code > 128:  # the errors of other ranks are only lost connections
             error = f"a rank was killed by signal {code - 128}"
         self._write("crashed", [self._begun, error])
         return True

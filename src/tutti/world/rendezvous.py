@@ -189,7 +189,7 @@ class RankInfo:
     versions: dict[str, str]
     # Whether the shared-memory backend works on this rank. All ranks must use the same backend.
     shm: bool
-    token: str  # a random number of this process
+    token: str  # a random id of this process, new after a restart
 
 
 @dataclass(frozen=True)
@@ -245,13 +245,13 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
 
 
 class _Poll:
-    """Sleeps between two reads of the store. At the timeout, raises an error with missing ranks."""
+    """Sleeps between reads of the store. At the timeout, raises UsageError with missing ranks."""
 
     def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
         self.store, self.timeout = store, timeout
         self.keys = [f"tutti/rank/{rank}" for rank in range(size)]
         self.deadline = time.monotonic() + timeout
-        # One store serves all ranks, so with more ranks each polls less often.
+        # One store serves all ranks, so in a larger world each rank polls less often.
         self.interval = 0.02 * (1 + size / 64)
 
     def sleep(self, waiting_for: Sequence[str] = ()) -> None:
@@ -268,7 +268,10 @@ class _Poll:
 
 
 def _publish(poll: _Poll) -> tuple[str, list[str]]:
-    """On rank 0, publish a list until all ranks have confirmed it. Return (start id, entries)."""
+    """On rank 0, publish the list of entries until all ranks have confirmed it.
+
+    If an entry changes before that, publish a new list. Return (start id, entries).
+    """
     store = poll.store
     while not store.check(poll.keys):
         poll.sleep()
@@ -291,7 +294,10 @@ def _publish(poll: _Poll) -> tuple[str, list[str]]:
 
 
 def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
-    """On other ranks, confirm the list with this rank's entry. Return (start id, entries)."""
+    """On other ranks, wait for a list with this process's entry, and confirm the list.
+
+    Return (start id, entries).
+    """
     store = poll.store
     while not store.check(["tutti/start_id"]):
         poll.sleep()

@@ -50,8 +50,8 @@ def spawn(
 
     Works from a script, a REPL and a notebook. A script needs no `if __name__ == "__main__":`. Each
     rank has the environment variables of torchrun, so the function may call `tutti.init()` or
-    `torch.distributed.init_process_group()`. Arguments and results must be picklable; return CUDA
-    tensors as `tensor.cpu()`.
+    `torch.distributed.init_process_group()`. Arguments and results must be picklable, and the
+    function must return CUDA tensors as `tensor.cpu()`.
 
     `show` selects the ranks whose output is printed. `timeout` limits the seconds that a collective
     may take. If a rank fails, all ranks end, and RankFailed is raised with the traceback of the
@@ -80,14 +80,14 @@ def spawn(
 
 
 def _read_pickle(path: Path) -> Any:
-    # The folder has mode 0700, so this user's process or rank has written the file.
+    # The folder has mode 0700, so only processes of this user can write the file.
     return pickle.loads(path.read_bytes())  # noqa: S301
 
 
 def _write_call(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
     import cloudpickle
 
-    # The ranks find the same modules as this process, including those in the folder of a script.
+    # With this process's sys.path, ranks find the same modules, including modules beside a script.
     (folder / "sys_path").write_text(json.dumps([os.path.abspath(path) for path in sys.path]))
     try:
         (folder / "call").write_bytes(cloudpickle.dumps((function, tuple(args))))

@@ -120,10 +120,12 @@ def init(
 ) -> World:
     """Join the world that the launcher started. Without a launcher, create a world of one rank.
 
-    device is auto, cpu or cuda. backend is by default nccl on CUDA, and on CPU shm (shared memory
-    inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu is the number
-    of ranks that may share a GPU. start_timeout is the time in seconds for all ranks to start, and
-    timeout is that for a collective. The defaults of these three are the flags of `tutti run`.
+    device is auto, cpu or cuda. The default backend on CUDA is nccl. The default backend on the CPU
+    is shm (shared memory inside a host, gloo between hosts), or gloo if shm is not available.
+    ranks_per_gpu is the number of ranks that may share a GPU. bind_cpus=False leaves the CPU
+    affinity and the number of threads unchanged. start_timeout is the time in seconds for all ranks
+    to start, and timeout is the time in seconds for a collective. Under `tutti run`, its flags are
+    the defaults of ranks_per_gpu, start_timeout and timeout.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -165,7 +167,7 @@ def init(
         if rank != 0:
             raise SystemExit(2) from None
         if identity.size > 1:
-            time.sleep(0.5)  # the other ranks read the roster before the store ends with this rank
+            time.sleep(0.5)  # the store ends with this rank, but other ranks still read it
         raise
     place = places[rank]
 
@@ -188,7 +190,7 @@ def init(
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface
     if backend == "shm":
-        variables["DDP_DISABLE_COMM_MEM"] = "0"  # DDP allocates its buckets in shared memory
+        variables["DDP_DISABLE_COMM_MEM"] = "0"  # lets DDP allocate its buckets in shared memory
     if max(place.ranks_on_gpu for place in places) > 1:
         from tutti.world.gpu_sharing import shared_gpu_variables
 
