@@ -37,7 +37,10 @@ class Samples(ABC):
         """Return the samples at `indices` (1-D, int64, possibly empty), stacked along dim 0."""
 
     def prepare(self, inputs: Nested, targets: Nested) -> Pair:
-        """Convert a fetched batch to the model's input on its device. It must be deterministic."""
+        """Convert a fetched batch to the model's input, on the device of the batch.
+
+        An implementation must be deterministic.
+        """
         return inputs, targets
 
     def batch(self, indices: Tensor | Sequence[int]) -> Pair:
@@ -89,7 +92,7 @@ class TensorSamples(Samples):
 
 
 class MapSamples(Samples):
-    """A torch map-style dataset: `dataset[i]` returns (input, target); `collate` stacks them.
+    """A torch map-style dataset: `dataset[i]` returns (input, target); `collate` stacks samples.
 
     Input and target may be dicts, tuples or lists of tensors.
 
@@ -141,7 +144,7 @@ class Dataset:
     test: Samples
     classes: int | None = None
     vocabulary: int | None = None
-    padded: bool = False  # whether targets contain -100, which have no loss
+    padded: bool = False  # whether targets contain -100, which marks tokens without loss
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -166,7 +169,8 @@ def as_samples(data: object, collate: Collate | None = None) -> Samples:
         if isinstance(data, TensorDataset) and len(data.tensors) == 2:
             return TensorSamples(*data.tensors)
         is_pair = isinstance(data, tuple | list) and len(data) == 2
-        # A list of two samples is a dataset; a tuple of two is (inputs, targets).
+        # A tuple of two values is (inputs, targets). A list of two tensors is, too; any other list
+        # is a dataset.
         parts = cast(Any, data) if is_pair else ()
         kind: Any = object if isinstance(data, tuple) else Tensor
         if is_pair and all(is_nested(part) and isinstance(part, kind) for part in parts):

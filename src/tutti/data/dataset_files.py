@@ -49,7 +49,7 @@ CIFAR100_ARCHIVE = Remote(
 )
 
 
-# The first characters of the files of a Hugging Face tokenizer.
+# The prefixes of the file names of a Hugging Face tokenizer.
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece")
 
 
@@ -71,7 +71,7 @@ def dataset_path(name: str, data_dir: Path) -> Path:
 
 
 def parts_of(path: Path, suffix: str = "") -> tuple[Path, Path | None]:
-    """Return the training part and the test part of a folder with both, else (path, None)."""
+    """Return the training and test parts of a folder, or (path, None) if one is missing."""
     train = path / f"train{suffix}"
     tests = [path / f"{name}{suffix}" for name in ("test", "val", "validation")]
     test = next((part for part in tests if os.path.exists(part)), None)

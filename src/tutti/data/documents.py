@@ -6,8 +6,8 @@ of this sequence. A prompt and its completion are one sample, padded to the sequ
 the tokens of the completion have a loss.
 
 The cache is a directory of memory-mapped arrays below ~/.cache/tutti/tokens (or $XDG_CACHE_HOME).
-Its name is a hash of the paths, sizes and times of all files and of the tokenizer, so changed files
-are tokenized again.
+The name of the directory is a hash of the tokenizer and of the path, size and modification time of
+every file, so changed files are tokenized again.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ class ModelTokenizer:
             )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # the library raises many kinds for a damaged file
+        except Exception as error:  # a damaged file causes many kinds of errors
             reason = str(error).strip().splitlines()[0]
             raise DataError(f"the tokenizer in {folder} cannot be read ({reason})") from None
         self._tokenizer.model_max_length = sys.maxsize  # no warning: documents are cut into windows
@@ -99,7 +99,7 @@ class ModelTokenizer:
         encoded = self._tokenizer(
             list(texts), add_special_tokens=start, return_attention_mask=False
         )["input_ids"]
-        # _append adds the end token, so it is removed here if the tokenizer has added it, too.
+        # _append adds the end token, so an end token from the tokenizer is removed here.
         return [ids[:-1] if ids and ids[-1] == self.end else ids for ids in encoded]
 
 
@@ -198,8 +198,9 @@ _READERS = {"text": _text_records, "jsonl": _json_records, "parquet": _parquet_r
 class Documents:
     """The tokens of all documents, memory-mapped.
 
-    The tokens of record i are tokens[offsets[i] : offsets[i + 1]]. The first prompts[i] of them are
-    its prompt. `prompts` is empty for texts.
+    The tokens of record i are tokens[offsets[i] : offsets[i + 1]]. The first prompts[i] of these
+    tokens are the prompt; `prompts` is empty if the records are texts. lines[i] is the line of
+    the record in its file, or its row in a Parquet file.
     """
 
     tokens: Tokens
@@ -312,7 +313,7 @@ def _read_arrays(directory: Path) -> Documents | None:
             path, dtype = directory / f"{name}.raw", np.dtype(described[name]["dtype"])
             if path.stat().st_size != described[name]["bytes"]:
                 return None
-            # An empty file cannot be mapped. torch needs writable memory, hence copy-on-write: c.
+            # An empty file cannot be mapped. Mode c (copy-on-write) gives torch writable memory.
             mapped = described[name]["bytes"] > 0
             arrays[name] = np.memmap(path, dtype, mode="c") if mapped else np.empty(0, dtype)
     except (OSError, ValueError, KeyError, TypeError):

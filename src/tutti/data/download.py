@@ -1,8 +1,8 @@
 """Download files once per directory, verify checksums, and resume after a broken connection.
 
 A file is downloaded as `NAME.part` and renamed when its checksum is right. One process holds a file
-lock and downloads; the others wait for the lock and then find the files. This needs no process
-group, and works whether or not the nodes share the directory.
+lock and downloads; other processes wait for the lock and then find the files. The lock needs no
+process group, and works whether or not the nodes share the directory.
 """
 
 import fcntl
@@ -53,7 +53,7 @@ def ensure(files: Sequence[Remote], directory: Path, *, cure: str) -> None:
 
 
 def once_per_directory(lock: Path, needed: Callable[[], bool], make: Callable[[], None]) -> None:
-    """Call `make` in one process at a time, and only while `needed()`; the others wait for it.
+    """Call `make` if `needed()` is true, in one process at a time; other processes wait.
 
     If the process that held the lock failed, the waiting processes raise its error at once.
     Otherwise, all ranks of a node would run into the same error one after another.
@@ -143,7 +143,7 @@ def _resume(url: str, part: Path) -> None:
             return
         raise
     with response:
-        # A server may ignore the range and send the whole file (status 200). Then overwrite.
+        # A server may ignore the range and send the whole file (status 200), which replaces `part`.
         resumes = response.status == http.client.PARTIAL_CONTENT
         length = response.headers.get("Content-Length")
         with open(part, "ab" if resumes else "wb") as out:

@@ -113,11 +113,12 @@ def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     """Return the array in an IDX file of unsigned bytes with `dims` dimensions, gzipped or not.
 
     IDX: two zero bytes, the type (0x08 is unsigned byte), the number of dims, one big-endian uint32
-    per dim, then the values, last dim fastest.
+    per dim, then the values in row-major order.
     """
     content = _read_file(path)
     try:
-        # Test the content and not the name: a file may be compressed or not under either name.
+        # Test the content and not the name: a file without .gz in its name may be compressed, and
+        # a file with .gz may not.
         content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is a damaged gzip file ({error}): download it again") from error
@@ -228,7 +229,7 @@ def load_plain(content: bytes, path: Path) -> object:
         return value.numpy() if isinstance(value, _Array) else value
     except DataError as error:
         raise DataError(f"{path} is refused: {error}") from error
-    except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
+    except Exception as error:  # a damaged pickle may cause any exception
         raise DataError(f"{path} is a damaged pickle ({error!r}): download it again") from error
 
 

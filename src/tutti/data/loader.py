@@ -42,7 +42,7 @@ class Batch:
 
     inputs: Nested
     targets: Nested
-    global_count: int  # samples of the step over all ranks, by which the loss is divided
+    global_count: int  # number of samples of the step on all ranks; the loss is divided by it
     start: Position
     after: Position
 
@@ -77,7 +77,8 @@ class Loader:
     `global_batch` counts the samples of a step over all ranks. A rank's number of samples is
     proportional to its value in `shares`; without `shares` all ranks take the same number.
     Iterating over a Loader ends at the end of the epoch; `stream` continues with the next epochs.
-    `position` is after the last batch that the loop has received; prefetched batches do not count.
+    `position` is the data position after the last batch that the loop has received; prefetched
+    batches do not count.
 
     `data_on_device` stores the whole dataset on the device. `prefetch` is the number of batches to
     prepare ahead; by default 2, or 0 if the samples are tensors on the same device. `workers` is
@@ -177,7 +178,7 @@ class Loader:
         return self.stream(epochs=1)
 
     def stream(self, epochs: int | None = None) -> Generator[Batch, None, None]:
-        """Yield batches to the end of `epochs` epochs, including the current one; None: forever.
+        """Yield the batches of `epochs` epochs, including the current epoch. None: without end.
 
         Starting a loop closes the previous loop.
         """
@@ -301,8 +302,8 @@ def evaluation_loader(
 ) -> Loader:
     """Return a loader whose epoch has each sample exactly once over all ranks.
 
-    The number of samples may be any number. All ranks take the same number of steps, some with an
-    empty last batch, because forward may be collective.
+    The number of samples need not be a multiple of the batch. All ranks take the same number of
+    steps, because forward may contain collectives. The last batch of a rank may be empty.
     """
     return Loader(
         samples,
@@ -321,9 +322,9 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over a generator that runs in a thread, at most `depth` items ahead.
+    """Iterates over a generator that runs in a thread, at most `depth` items ahead of the loop.
 
-    An exception in the thread is raised in the loop in place of its item, with the thread's
+    An exception in the thread is raised in the loop in place of the next item, with the thread's
     traceback. The thread holds no reference to the loop, so an abandoned loop is garbage-collected
     and then closes the thread.
     """
@@ -402,10 +403,10 @@ def _fetch_in_workers(
 
 
 def _leave_process_group(worker: int) -> None:
-    """Called in a worker, so that signals to the rank (Ctrl-C, a scheduler) do not reach it.
+    """Move this worker process to its own process group.
 
-    The rank still needs its workers until it has saved a checkpoint. The kernel kills a worker when
-    its rank ends.
+    Signals to the rank (from Ctrl-C or a scheduler) then do not reach the worker, which the rank
+    still needs until it has saved a checkpoint. The kernel kills a worker when its rank ends.
     """
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

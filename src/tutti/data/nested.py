@@ -1,6 +1,6 @@
-"""Inputs and targets of several tensors: a tensor, or a dict, tuple or list of tensors, nested.
+"""Inputs and targets that consist of one tensor, or of nested dicts, tuples or lists of tensors.
 
-Dim 0 of every tensor counts samples. `call_with` passes a dict to a model by keyword, and a tuple
+Dim 0 of every tensor is the batch dim. `call_with` passes a dict to a model by keyword, and a tuple
 or list by position.
 """
 

@@ -12,7 +12,7 @@ from tutti.data import DataError
 
 
 def even(count: int, ranks: int) -> list[int]:
-    """Divide `count` samples evenly; if there is a remainder, the first ranks take one more."""
+    """Divide `count` samples evenly. If a remainder is left, the first ranks get one more."""
     if ranks < 1 or count < 0:
         raise DataError(f"a batch of {count} samples cannot be divided over {ranks} ranks")
     quotient, remainder = divmod(count, ranks)
@@ -38,7 +38,7 @@ def _weighted(count: int, shares: tuple[float, ...], minimum: int) -> tuple[int,
         minimum = 0
     weights = [Fraction(share) for share in shares]
     free = list(range(len(shares)))
-    # Ranks that would get less than the minimum get the minimum, and the others divide the rest.
+    # Ranks that would get less than the minimum get the minimum. The other ranks divide the rest.
     # Each iteration fixes at least one more rank, so the loop ends.
     while True:
         fixed = len(shares) - len(free)

@@ -1,7 +1,7 @@
 """Synthetic data of any shape at nearly no cost, for benchmarks that should not measure loading.
 
-A sample is a window into a pool of random numbers, one sample plus 65,536 numbers long. The window
-and the label are functions of the seed and the sample's index.
+A sample is a window into a pool of random numbers. The pool has 65,536 numbers more than a sample.
+The window and the label are functions of the seed and the sample's index.
 """
 
 import math
@@ -15,7 +15,7 @@ from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
 from tutti.data.sampler import hash_integers, splitmix64
 
-# Coprime periods: a pair of window and label repeats only after 2³² samples.
+# These periods are coprime, so a pair of window and label repeats only after 2³² samples.
 WINDOWS = 1 << 16
 LABELS = WINDOWS + 1
 
@@ -37,7 +37,7 @@ class SyntheticSamples(Samples):
         return windows.reshape(-1, *self.shape), self.labels[indices % LABELS]
 
     def _windows(self, length: int, indices: Tensor) -> Tensor:
-        # A view of all windows takes no memory; indexing copies the selected ones.
+        # A view of all windows takes no memory; indexing copies the selected windows.
         return self.pool.unfold(0, length, 1)[self.offsets[indices % WINDOWS]]
 
     def to(self, device: torch.device) -> "SyntheticSamples":
@@ -61,7 +61,7 @@ def synthetic_dataset(
 
     def samples(split: int, count: int) -> SyntheticSamples:
         bits = _random_bits(math.prod(shape) + WINDOWS, seed, split, 0)
-        # Uniform on ±√3, which has variance 1; the bits range over 2⁶⁴.
+        # Uniform between -√3 and √3, which has variance 1. The bits are integers below 2⁶⁴.
         pool = torch.from_numpy(bits * (2 * math.sqrt(3) / 2**64) - math.sqrt(3)).float()
         return SyntheticSamples(count, tuple(shape), pool, *_tables(classes, seed, split))
 

@@ -3,8 +3,8 @@
 Sample i is the window tokens[i·L .. i·L + L] with L = seq_len. The input is the window without its
 last token, the target is the window without its first token. Files in a directory of tokens:
 
-    train.bin     the tokens, raw and little-endian, without a header
-    test.bin      the same (or val.bin)
+    train.bin     the training tokens, raw and little-endian, without a header
+    test.bin      the test tokens in the same format; the file may also be named val.bin
     tokens.json   {"dtype": "uint16", "vocabulary": 50257, "tokens": {"train.bin": 900, …}}
 
 dtype is uint8, uint16 or uint32. The counts in `tokens` are optional and detect truncation.
@@ -31,7 +31,7 @@ from tutti.data.dataset_files import (
 )
 
 TEST_FRACTION = 0.05
-STDLIB_LIMIT = 16 << 20  # bytes; Python 3.11 has 10.7 million
+STDLIB_LIMIT = 16 << 20  # bytes; the standard library of Python 3.11 has 10.7 million
 
 Tokens = npt.NDArray[Any]
 
@@ -59,7 +59,7 @@ class TokenSamples(Samples):
         return (len(self.tokens) - 1) // self.seq_len
 
     def fetch(self, indices: Tensor) -> Pair:
-        # A view of all windows takes no memory; indexing copies the selected ones.
+        # A view of all windows takes no memory; indexing copies the selected windows.
         windows = self.tokens.unfold(0, self.seq_len + 1, self.seq_len)[indices]
         # On a GPU the check would synchronise at each step; to() has checked all tokens once.
         tokens = self._as_int64(windows, check=windows.device.type == "cpu")
@@ -91,7 +91,10 @@ class TokenSamples(Samples):
 
 
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
-    """Return memory-mapped tokens, which may be larger than memory. See the format above."""
+    """Return the dataset in a directory of token files, which may be larger than memory.
+
+    The files are memory-mapped. Their format is described at the top of this file.
+    """
     directory = Path(directory)
     dtype, vocabulary, files = token_files(directory)
     stored = np.dtype(dtype).newbyteorder("<")
@@ -129,7 +132,10 @@ def _read_bytes(path: Path) -> Tokens:
 
 
 def packed_dataset(name: str, texts: Sequence[Tokens], seq_len: int, vocabulary: int) -> Dataset:
-    """Return windows of one text, whose end is the test set, or of a training and a test text."""
+    """Return windows of tokens as a dataset.
+
+    `texts` contains a training text and a test text, or one text, whose end is the test set.
+    """
     if len(texts) == 1:
         window, (text,) = seq_len + 1, texts
         if len(text) < 2 * window:

@@ -91,7 +91,7 @@ class EfficientNetConfig:
     dropout: float | None = None
     """Probability of dropping a feature before the classifier. Unset: 0.2, 0.3, 0.4 for s, m, l."""
     stochastic_depth: float = 0.2
-    """Probability of skipping the last block for a sample. It is 0 for the first block."""
+    """Probability of skipping the last block for a sample. It falls to 0 for the first block."""
 
     def __post_init__(self) -> None:
         if self.size not in ("s", "m", "l"):
@@ -121,7 +121,7 @@ class GPTConfig:
     tied: bool = False
     """Use the weights of the embedding in the head."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths, from 2π to about 2π × rope_theta tokens."""
+    """Base of the rotary wavelengths, which are 2π to about 2π × rope_theta tokens."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
 
@@ -196,8 +196,8 @@ class GPTConfig:
         N is `matmul_parameters()`. Each weight needs one multiplication and one addition in forward
         and twice as many in backward, 6 in total. L is layers, d is dim and s is the sequence
         length (unset: max_seq_len). In each layer, q·k and scores·v cost 2 d s each in forward and
-        twice as much in backward, 12 d s in total. As usual, the whole s × s matrix is counted,
-        although it is causal, and recomputed activations are not counted.
+        twice as much in backward, 12 d s in total. As usual, the whole s × s matrix of scores is
+        counted, although causal attention masks half of it. Recomputed activations are not counted.
         """
         s = self.max_seq_len if seq_len is None else seq_len
         return 6 * self.matmul_parameters() + 12 * self.layers * self.dim * s

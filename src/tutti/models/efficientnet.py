@@ -71,7 +71,7 @@ class SqueezeExcite(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, zeroes each sample with probability p and scales the others by 1 / (1 - p)."""
+    """In training, zeroes samples with probability p and scales other samples by 1 / (1 - p)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()

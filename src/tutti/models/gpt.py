@@ -81,6 +81,8 @@ class KVCache:
 class Rotary(nn.Module):
     """Rotates elements i and i + half of each head by the angle position × theta^(-i / half).
 
+    Here, half is head_dim / 2.
+
     Blocks get this module as an argument, and not the tables cos and sin, because FSDP would cast
     the tables to bfloat16, which cannot represent the difference between neighbouring angles.
     """
@@ -138,7 +140,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
-        # The number of heads is -1 (inferred): under tensor parallelism a rank holds only some.
+        # The number of heads is -1 (inferred), because under tp a rank holds only some heads.
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -175,7 +177,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Each reads the normalised residual stream and adds its output to it."""
+    """Attention, then MLP. Each reads the normalised residual stream and adds to the stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

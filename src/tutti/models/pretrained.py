@@ -5,7 +5,7 @@ A Hugging Face folder has config.json, weights as safetensors files, and the fil
     config.json                        the architecture and its sizes
     model.safetensors                  the weights, or
     model.safetensors.index.json       the file of each tensor, if there are several files
-    tokenizer.json, vocab.json, …      copied with the model, never read here
+    tokenizer.json, vocab.json, …      copied with the model, not checked here
 
 The checks of a folder read config.json and the headers of the weights. They import neither torch
 nor transformers, so a damaged folder is refused before ranks are started.
@@ -82,9 +82,9 @@ def model_name(model: str) -> str:
 
 
 def check_source(source: str, name: str, *, weights: bool = True) -> None:
-    """Raise ModelError for a missing package and for a damaged folder. Imports no package.
+    """Raise ModelError if a package is missing or a folder is damaged. Imports no package.
 
-    `weights` is False for the folder in a run directory: the weights are in the checkpoints.
+    `weights` is False for the folder in a run directory, whose weights are in the checkpoints.
     """
     package, extra = ("transformers", "hf") if source == "hf" else ("timm", "timm")
     if importlib.util.find_spec(package) is None:
@@ -153,7 +153,7 @@ def saved_tensors(path: Path) -> dict[str, SavedTensor]:
 
 
 def read_header(file: Path) -> dict[str, SavedTensor]:
-    """Read the names, dtypes and shapes in a safetensors file, and compare its size with them."""
+    """Read the names, dtypes and shapes in a safetensors file, and check the file's size."""
     damaged = f"{file} is truncated or not a safetensors file"
     try:
         size = file.stat().st_size
@@ -315,7 +315,7 @@ def tensor_sources(
 ) -> tuple[dict[str, "SavedTensor | Callable[[], Tensor]"], list[str]]:
     """Return the saved tensor of each parameter and buffer, and notes for the user.
 
-    Names in the files may be older than names in the model, or lack the prefix of the base model;
+    The files may use older names than the model, or names without the prefix of the base model;
     transformers defines the renaming. Some models fuse several saved tensors into one (the experts
     of a layer). The source of such a tensor is a function, which reads and fuses these tensors.
     """
@@ -400,7 +400,10 @@ def _match_names(
     sources: dict[str, Any],
     fused: "dict[str, _FusedTensors]",
 ) -> list[str]:
-    """Add the sources of a model of transformers. Return the saved tensors without a use."""
+    """Add the saved tensors of a model of transformers to `sources` and `fused`.
+
+    Returns the names of the saved tensors that the model does not use.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -430,7 +433,7 @@ def _match_names(
 
 
 class _FusedTensors:
-    """Saved tensors that the model holds in another form, and the conversion to that form."""
+    """Saved tensors, and their conversion to tensors of the model, such as fused experts."""
 
     def __init__(
         self, model: "nn.Module", name: str, converter: Any, saved: list[tuple[str, SavedTensor]]
@@ -469,7 +472,10 @@ def _one_of(parts: _FusedTensors, name: str) -> Callable[[], "Tensor"]:
 
 
 def tied_names(model: "nn.Module") -> dict[str, list[str]]:
-    """Return all names of each parameter, keyed by its first name. Tied parameters have several."""
+    """Return all names of each parameter, keyed by its first name.
+
+    A tied parameter has several names.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""Makes a plain model parallel: which techniques are applied, and in which order.
+"""Makes a plain model parallel: applies the techniques of a layout in a fixed order.
 
 `apply` defines the order. It changes a model on the meta device, so that a rank allocates memory
 only for its own shards. `apply` is called by `build_engine` (for whole training steps) and by
@@ -103,14 +103,14 @@ def apply(
             overlap_matrix_products(mesh, options, techniques.compile)
     if techniques.compile and techniques.recompute == "full":
         # The compiled forward runs twice: in forward and in the recomputation. A single graph that
-        # contains both runs fails for split matrices, because torch 2.13 cannot save its inputs.
+        # contains both runs fails if tp splits matrices: torch 2.13 cannot save the graph's inputs.
         compile_blocks(model, forward_only=True)
         recompute_activations(model, techniques.recompute)
     else:
         recompute_activations(model, techniques.recompute)
         if techniques.compile:
             compile_blocks(model)
-    shards = layout.data_ranks > 1 and not layout.only_replicas  # DDP wraps plain replicas
+    shards = layout.data_ranks > 1 and not layout.only_replicas  # plain replicas use DDP instead
     if mesh.world.device.type == "cpu" and (shards or techniques.recompute != "none"):
         return_freed_memory()
     if shards:
@@ -124,9 +124,10 @@ def apply(
 
 
 def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
-    """Return the techniques with resolved rules; raise UsageError if the model does not allow one.
+    """Raise UsageError if the model does not support one of the techniques.
 
-    `model` is the whole model.
+    `model` is the whole model. Returns the techniques with module names in place of the patterns in
+    the sharding rules, and with `splits_sequence` and `autocast` set for this model.
     """
     layout, options, recompute = mesh.layout, techniques.options, techniques.recompute
     if layout.data_ranks > 1 and not techniques.sync_batchnorm:
@@ -204,11 +205,14 @@ def build_engine(
     """Return the engine that runs the model in the layout `parallel.layout`, on this rank's device.
 
     Call this function on every rank with the same whole model. The model either has real weights,
-    which are equal on all ranks, or is on the meta device; `weights` then initialises it (unset:
-    the `reset_parameters` of its modules). Create the optimizer afterwards, from
-    `engine.model.parameters()`. `rules` define how tp splits layers; unset: the model's attribute
-    `sharding_rules`, or else rules for the usual layer names. A pipeline needs an `example`, one
-    real input with its batch dim, and the number and size of the microbatches of a step.
+    which must be equal on all ranks, or is on the meta device. A model on the meta device is
+    initialised by `weights`, or by `reset_parameters` of its modules if `weights` is unset. Create
+    the optimizer afterwards, from `engine.model.parameters()`.
+
+    `rules` define how tp splits layers. If `rules` is unset, the rules are the model's attribute
+    `sharding_rules`; a model without this attribute gets the rules of `default_rules`. A pipeline
+    needs an `example`, one real input with its batch dim, and the number and size of the
+    microbatches of a step.
     """
     options = options or EngineOptions()
     parallel = parallel or ParallelOptions()
@@ -232,7 +236,7 @@ def build_engine(
             return Engine(model, world, f"single: one rank on {world.device}, no communication")
         if options.engine == "ddp":
             return Ddp(model, world, options)
-        from tutti.parallel.teaching import DataParallel, Scratch  # only runs that show them
+        from tutti.parallel.teaching import DataParallel, Scratch  # only for these engines
 
         if options.engine == "dataparallel":
             return DataParallel(model, world)
@@ -275,9 +279,9 @@ def parallelize(
 
     Call the result like the model. Backward averages gradients over the ranks that have different
     samples, as DDP and FSDP do: give each rank the same number of samples, and use the mean loss of
-    the rank's samples. A rank's part of the batch is number `layout.mesh(world).data_rank` of
-    `layout.data_ranks`. Ranks that differ only in tp must get the same samples. In a world of one
-    rank the result is the model itself.
+    the rank's samples. The batch has `layout.data_ranks` parts, and this rank's part has the index
+    `layout.mesh(world).data_rank`. Ranks that differ only in tp must get the same samples. In a
+    world of one rank the result is the model itself.
 
     Call this function on every rank, either with the same weights, or with a model on the meta
     device and the same torch seed. With a model on the meta device, every rank allocates memory

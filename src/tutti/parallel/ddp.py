@@ -67,7 +67,8 @@ class Ddp(Engine):
         return [tensor for table in tables for tensor in table.values()]
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # DDP decides in forward whether backward communicates, so both must run in this context.
+        # DDP decides in forward whether backward communicates, so forward and backward must run in
+        # this context.
         if last and self.options.overlap:
             return nullcontext()
         if self.options.static_graph:
@@ -121,8 +122,8 @@ _Future = torch.futures.Future[torch.Tensor]
 def narrow_hook(dtype: torch.dtype) -> Callable[[int, dist.GradBucket], _Future]:
     """Return a communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
 
-    torch's bf16 hook requires NCCL, although gloo can sum bf16 too. Gradients are divided before
-    the conversion, because R·g could overflow fp16 even if g does not.
+    torch's bf16 hook requires NCCL, although gloo can sum bf16 too. Gradients are divided by the
+    number of ranks R before the conversion: R·g could overflow fp16 even if g does not.
     """
 
     def hook(ranks: int, bucket: dist.GradBucket) -> _Future:
@@ -138,8 +139,9 @@ def narrow_hook(dtype: torch.dtype) -> Callable[[int, dist.GradBucket], _Future]
 def powersgd_hook(state: powersgd.PowerSGDState, bucket: dist.GradBucket) -> _Future:
     """Run torch's PowerSGD hook without its side effect on random generators.
 
-    torch's hook draws the first Q of a bucket with the same seed on all ranks. On CUDA, the hook
-    does not restore the generator, so later dropout masks would be the same on all ranks.
+    torch's hook draws the first factor Q of a bucket (see `_powersgd_state`) with the same seed on
+    all ranks. On CUDA, the hook does not restore the generator, so later dropout masks would be the
+    same on all ranks.
     """
     device = bucket.buffer().device
     first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict

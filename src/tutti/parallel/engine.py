@@ -179,7 +179,10 @@ class Engine:
         return [p.grad for p in parameters.values() if p.grad is not None]
 
     def check_gradients(self, cure: str = "use --find-unused") -> None:
-        """Raise UsageError if a parameter has no gradient: ranks would sum different gradients."""
+        """Raise UsageError if a trained parameter has no gradient on this rank.
+
+        Otherwise the ranks would sum the gradients of different parameters.
+        """
         for name, parameter in self.trained.items():
             if parameter.grad is None:
                 raise UsageError(
@@ -190,8 +193,8 @@ class Engine:
     def communication_buffers(self) -> list[Tensor]:
         """Return the tensors that now hold copies for communication.
 
-        They are gathered parameters, their gradients, received activations, and the state of a
-        compression. DDP's buckets are not tensors in Python: see `bucket_bytes`.
+        They are gathered parameters, their gradients, received activations, and the state of
+        gradient compression. DDP's buckets are not tensors in Python: see `bucket_bytes`.
         """
         return [
             tensor
@@ -269,7 +272,7 @@ def without_side_effects(model: nn.Module, world: World) -> Iterator[None]:
 
     Only norms are set to evaluation mode, because a model may use fewer parameters in evaluation,
     and all parameters must get a gradient. Synchronised batch norms stay in training mode, because
-    other ranks exchange statistics with this rank, but they contribute no samples.
+    other ranks exchange statistics with this rank, but these norms get no samples of this rank.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
 

@@ -36,7 +36,7 @@ def global_norm(engine: Engine) -> Tensor:
 
 @torch.no_grad()
 def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
-    """Scale gradients so that their global norm is at most `max_norm`; return the norm before."""
+    """Scale gradients to a global norm of at most `max_norm`. Return the norm before scaling."""
     norm = global_norm(engine)
     if engine.mesh.layout.only_replicas:
         nn.utils.clip_grads_with_norm_(engine.model.parameters(), max_norm, norm)

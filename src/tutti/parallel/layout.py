@@ -34,9 +34,9 @@ class Layout:
     dp: int = 1
     """Replicas: each holds a copy of the model and computes a part of the batch."""
     shard: int = 1
-    """Ranks that hold one shard each of a replica's parameters, and a part of the batch."""
+    """Ranks of a replica: each holds a shard of the parameters and computes a part of the batch."""
     tp: int = 1
-    """Ranks that hold one part each of every layer's matrices, and work on the same samples."""
+    """Ranks that work on the same samples: each holds a part of every layer's matrices."""
     pp: int = 1
     """Ranks that hold consecutive layers, and send activations to the next rank."""
 
@@ -108,7 +108,7 @@ class Layout:
         )
 
     def nearest(self, world_size: int) -> list["Layout"]:
-        """Return one or two layouts with `world_size` ranks that are most similar to this one."""
+        """Return one or two layouts with `world_size` ranks that resemble this layout most."""
 
         def distance(other: Layout) -> tuple[int, int, float, list[int]]:
             # If tp divides the heads of a model, every divisor of tp also divides them, but other
@@ -151,7 +151,7 @@ class EngineOptions:
     """How replicas are synchronised: with torch DDP (ddp) or not at all (single). For teaching: one
     process with many devices (dataparallel) or plain collectives after backward (scratch)."""
     bucket_mb: float = 25.0
-    """ddp: bucket size in MiB. Small buckets are sent earlier; large ones use more bandwidth."""
+    """ddp: bucket size in MiB. Small buckets are sent earlier; large buckets use more bandwidth."""
     overlap: bool = True
     """ddp: all-reduce gradients during backward; otherwise after backward."""
     gradient_as_bucket_view: bool = True
@@ -229,7 +229,7 @@ class ParallelOptions:
     """pp: order of forwards and backwards: gpipe, 1f1b, interleaved (1f1b with several stages per
     rank), zero-bubble (interleaved; weight gradients fill the bubbles), zbv (V-shaped)."""
     stages_per_rank: int | None = None
-    """pp: number of stages per rank. Unset: 1 for gpipe and 1f1b, 2 for the others."""
+    """pp: number of stages per rank. Unset: 1 for gpipe and 1f1b, otherwise 2."""
     balance: Literal["counted", "measured", "even"] = "counted"
     """pp: cut the layers into stages of equal FLOPs, equal measured time, or equal layer count."""
 

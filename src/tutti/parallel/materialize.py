@@ -69,7 +69,8 @@ class ModuleInit(Weights):
     def __init__(self, model: nn.Module, seed: int) -> None:
         """`model` is the whole model on the meta device, in the dtypes in which it was built."""
         self._seed = seed
-        # Values are drawn in these dtypes, so that float64 and float32 runs start equal.
+        # Values are drawn in these dtypes, so that runs in float64 and in float32 start with equal
+        # weights.
         self._dtypes = {
             name: tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
@@ -126,8 +127,8 @@ class FileChunk(NamedTuple):
 
 
 TensorSources = Mapping[str, Sequence[FileChunk] | Callable[[], Tensor]]
-"""Where each parameter and buffer is saved, by each of its names. A function returns the whole
-tensor, for a tensor that has another form in the files."""
+"""Maps every name of a parameter or buffer to its chunks in files. If the files contain the tensor
+in another form, the name is mapped to a function that returns the whole tensor."""
 
 
 class SavedWeights(Weights):
@@ -167,7 +168,7 @@ def read_shards(
     targets: Iterable[tuple[Tensor, Sequence[FileChunk]]],
     open_file: Callable[[Path], Any] = lambda path: safe_open(path, framework="pt"),
 ) -> None:
-    """Fill tensors, or this rank's shards of them, from the chunks that intersect the shards."""
+    """Read this rank's shard of each target tensor from the chunks that intersect the shard."""
     files: dict[Path, Any] = {}
     mapped_bytes = 0
     for tensor, chunks in targets:
@@ -188,7 +189,7 @@ def read_shards(
 
 
 def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
-    """Return spans of the full tensor as slices of one of its boxes."""
+    """Convert spans, which are positions in the full tensor, to slices of the data in `box`."""
     pairs = zip(spans, box.offsets, strict=True)
     return tuple(slice(start - offset, end - offset) for (start, end), offset in pairs)
 
@@ -198,8 +199,8 @@ def build_on_meta(
 ) -> tuple[nn.Module, Weights, str | None]:
     """Build a model with its parameters on the meta device, and its buffers on the CPU.
 
-    Returns the model, its weights and a note, which contains the reason if every rank has to build
-    the whole model, and is None otherwise.
+    Returns the model, its weights and a note. If every rank has to build the whole model, the note
+    says why; otherwise the note is None.
     """
     torch.manual_seed(seed)
     reason: str | None
@@ -211,7 +212,8 @@ def build_on_meta(
     except UsageError:
         raise
     except Exception as error:
-        # The constructor may read values of parameters. Other errors are raised again below.
+        # The constructor may read values of parameters, which meta tensors do not have. An error
+        # with another cause is raised again by the second call of `make`.
         reason = f"its constructor does not work without memory ({type(error).__name__})"
     else:
         _refuse_lazy(model)
@@ -230,7 +232,7 @@ def build_on_meta(
 
 
 def build_with_buffers(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model with its parameters on meta. Its buffers have the values of the constructor."""
+    """Build a model with its parameters on meta, and with the buffers that its constructor sets."""
     hook = register_module_parameter_registration_hook(_move_to_meta)
     try:
         return make()
@@ -261,7 +263,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory for every meta parameter and buffer, or for this rank's shard, in place.
+    """Allocate memory for this rank's shard of every meta parameter and buffer, in place.
 
     The values are undefined afterwards. `Module.to_empty` is not used, because it would separate
     tied parameters.
@@ -274,7 +276,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             is_parameter = isinstance(tensor, nn.Parameter)
             replacements[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
     _replace(model, replacements)
-    # This moves real buffers, and makes FSDP record the new shards and pad them if needed.
+    # Move the buffers that were not on meta. `to` also makes FSDP record and pad the new shards.
     model.to(device)
 
 
@@ -298,8 +300,8 @@ def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
     for name, tensor in model.named_parameters():
         axes = " ".join(replicated_axes(tensor, mesh))
         hashes.setdefault(axes, {})[name] = str(hash_tensor(local_shard(tensor)))
-    # One hash for all parameters with the same replicated axes, to keep the exchange small. The
-    # hashes of single parameters are exchanged only if these hashes differ.
+    # Parameters with the same replicated axes have one combined hash, to keep the exchange small.
+    # The hashes of single parameters are exchanged only if combined hashes differ.
     reports = gather_json({axes: mixed_seed(values) for axes, values in hashes.items()})
     differing = [
         (axes, group[0], rank)
@@ -392,7 +394,7 @@ class _MetaConstruction(TorchFunctionMode):
                 if not tensor.is_meta:
                     if isinstance(tensor, nn.Parameter):
                         return f"{full_name} is a {type(tensor).__name__} that was replaced"
-                    continue  # a buffer, computed as usual
+                    continue  # a buffer that the constructor has computed on the CPU
                 storage = tensor.untyped_storage()._cdata
                 if storage in self._written_elsewhere:
                     return f"{full_name} is set outside of its module's reset_parameters()"

@@ -59,7 +59,7 @@ class Mesh:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that differ only in their samples and their shards."""
+        """The process group of the ranks that differ from this rank only in samples and shards."""
         if self.layout.only_replicas:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -102,7 +102,7 @@ class Box(NamedTuple):
 
 
 def shard_and_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """Return this rank's part of a tensor, and the box of the full tensor that it covers."""
+    """Return this rank's part of a tensor, and the box of this part in the full tensor."""
     shape = tuple(tensor.shape)
     if not hasattr(tensor, "__create_chunk_list__"):  # torch's protocol for sharded tensors
         return tensor.detach(), Box((0,) * len(shape), shape)

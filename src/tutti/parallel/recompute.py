@@ -44,8 +44,8 @@ _BATCH_SIZES = 4
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model, which are the units of recomputation, compilation and sharding.
 
-    A block is a child of a ModuleList, ModuleDict or Sequential that has parameters and whose class
-    is not defined by torch, or is a transformer layer. Blocks inside other blocks are left out.
+    A block is a child of a ModuleList, ModuleDict or Sequential, and has parameters. torch's own
+    layers are not blocks, except its transformer layers. Blocks inside other blocks are left out.
     """
     transformer_layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     blocks = [
@@ -69,13 +69,14 @@ def compile_blocks(
 
     With one graph of the whole model, DDP would get all gradients at the end of backward, and could
     not overlap communication with backward. With `forward_only`, only the current forward of a
-    block is compiled, and not the code that wraps it later.
+    block is compiled, and not code that wraps this forward later.
     """
     # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13). Therefore
     # each batch size has its own graph if tp is used.
     dynamic = False if any(isinstance(p, DTensor) for p in model.parameters()) else None
     blocks = repeated_blocks(model) or [model]
-    # Blocks of different sizes have their own graphs. The compiler gives up beyond its limit.
+    # Blocks of different sizes have their own graphs. The compiler compiles at most
+    # `recompile_limit` graphs.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _BATCH_SIZES * len(blocks))
     for block in blocks:
@@ -91,13 +92,14 @@ def recompute_activations(model: nn.Module, mode: Recompute) -> None:
         return
     for block in repeated_blocks(model):
         norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        # Blocks without norms get the same object, so that equal blocks share a graph.
+        # Blocks without norms get the same `contexts` object, so that equal blocks share a graph.
         contexts = partial(_contexts, mode, norms) if norms else _WITHOUT_NORMS[mode]
         block.forward = _recomputed(block.forward, contexts)
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    # The compiler traces into this function, but would break the graph at torch's checkpoint.
+    # The compiler can trace this function. If the block's forward were torch's checkpoint itself,
+    # the compiler would break the graph there.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -139,7 +141,7 @@ class _Recomputation(AbstractContextManager[None]):
         for norm in self._norms:
             for name, buffer in norm._buffers.items():
                 norm._buffers[name] = None if buffer is None else buffer.clone()
-        self._inner.__enter__()  # entered last, because it must not record the copies
+        self._inner.__enter__()  # the inner context must not record the copies above
 
     def __exit__(self, *error: Any) -> None:
         try:

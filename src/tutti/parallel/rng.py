@@ -7,11 +7,11 @@
     tp, whole activations     the same samples            the same numbers: otherwise the ranks'
                                                           copies would no longer be equal
 
-Every rank draws from torch's default generator, so checkpoints and recomputation have to save only
-its state. `seed_training_rng` seeds the generator for the activations between the split layers: all
-tp ranks get the same seed if each holds whole activations, and different seeds if each holds a part
-of the sequence. Some layers need the opposite. While such a layer runs, the generator has a
-temporary seed, which is derived from a number drawn from the generator:
+Every rank draws from torch's default generator, so checkpoints and recomputation save only the
+state of this generator. `seed_training_rng` seeds the generator for the activations between the
+split layers: all tp ranks get the same seed if each holds whole activations, and different seeds if
+each holds a part of the sequence. Some layers need the opposite. While such a layer runs, the
+generator has a temporary seed, which is derived from a number drawn from the generator:
 
     whole activations        from a column layer to the next row layer: a different seed on each tp
                              rank, derived from a number that is the same on all tp ranks
@@ -53,7 +53,7 @@ def seed_training_rng(
 def set_up_dropout(
     model: nn.Module, mesh: Mesh, rules: Mapping[str, Role], *, splits_sequence: bool
 ) -> None:
-    """Make dropout in layers split over tp draw the right numbers, in place.
+    """Make dropout in layers split over tp draw the numbers described above, in place.
 
     A model without dropout is not changed, because hooks cost time and break the compiler's graph.
     """
@@ -121,8 +121,8 @@ class RankSeed:
     def _is_active(self) -> bool:
         """Return whether the generator has the seed of this rank.
 
-        A flag would be wrong after a recomputation that stops between layers, because it then
-        restores the generator.
+        A recomputation may stop between the column layer and the row layer, and then restores the
+        generator. A flag set by `begin` would then be wrong.
         """
         return self._generator.initial_seed() == self._rank_seed
 

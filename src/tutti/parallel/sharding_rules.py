@@ -14,8 +14,9 @@ A = [A₁ A₂], and B by rows, B = [B₁; B₂]. Each rank computes one term of
 Layers without a rule are not split: every tp rank computes them on the whole activations.
 
 Some layers compute several matrices at once, such as q, k and v (GPT-2's c_attn, Phi-3's qkv_proj).
-A part of their output is not a set of whole heads. Such a layer has the role "column_gather": the
-matrix product is split, and every rank gets the whole output. The layer after it is "row_split".
+If tp split their output, a rank would not get whole heads. Such a layer has the role
+"column_gather": the matrix product is split, and every rank gets the whole output. The layer after
+it has the role "row_split".
 
 A model of transformers has its own rules, `tp_plan`; they are translated to these roles.
 """
@@ -50,7 +51,7 @@ output. row_split: as row, but the input is whole. per_head: a layer that is app
 attention head, such as a norm of queries; its weights are not split."""
 ShardingRules = Mapping[str, Role]
 
-# Layer names of common transformers, compared with the last part or parts of a module's name.
+# Layer names of common transformers, compared with the last one or two parts of a module name.
 _USUAL_NAMES: dict[Role, str] = {
     "column": "wq wk wv q_proj k_proj v_proj query key value "
     "gate up gate_proj up_proj w1 w3 fc1 linear1 c_fc intermediate.dense",
@@ -60,8 +61,8 @@ _USUAL_NAMES: dict[Role, str] = {
     "head": "head lm_head output",
 }
 _LINEAR: tuple[Role, ...] = ("column", "row", "head", "column_gather", "row_split")
-# The rules of transformers. Rules for the parameters of experts are left out: every tp rank then
-# computes all experts.
+# The roles of the styles in a tp_plan of transformers. Styles for experts are left out, so every tp
+# rank computes all experts.
 _HUGGING_FACE_ROLES: dict[str, Role] = {
     "colwise": "column",
     "rowwise": "row",
@@ -122,7 +123,7 @@ def default_rules(model: nn.Module, tp: int = 1) -> dict[str, Role]:
         )
     if from_transformers:
         for parent in with_columns & _parents(rules, "row"):
-            # Norms beside split layers (OPT) normalise whole activations.
+            # A norm in the same module as split layers, as in OPT, normalises whole activations.
             for name in _uncovered(model, rules, parent):
                 layer = name.rpartition(".")[0]
                 if _fits("norm", model.get_submodule(layer)):
@@ -174,14 +175,17 @@ def _rules_of_tp_plan(model: nn.Module) -> dict[str, Role]:
 
 
 def _set_vocabulary_rules(model: nn.Module, rules: dict[str, Role], tp: int) -> None:
-    """Split the embedding and the head of a model of transformers, if both can be split."""
+    """Set rules that split the embedding and head of a model of transformers, where possible.
+
+    A tied embedding and head are either both split or both whole.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
     for module in (embedding, head):
         rules.pop(names.get(id(module), ""), None)
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         return
-    # A split embedding would compare its local indices with padding_idx.
+    # An embedding with padding_idx is not split: it would compare padding_idx with local indices.
     if embedding.padding_idx is None and embedding.num_embeddings % tp == 0:
         rules[names[id(embedding)]] = "vocabulary"
     tied = head.weight is embedding.weight
@@ -259,10 +263,10 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
 def _takes_whole_width(
     model: nn.Module, rules: Mapping[str, Role], parent: str, parameter: str
 ) -> bool:
-    """Return whether a layer beside split layers fits only whole activations.
+    """Return whether a layer in the same module as split layers accepts only whole activations.
 
-    torch's attention, and a norm of the width that a row layer returns, raise an error if they get
-    the part of a rank.
+    This is true for torch's attention, and for a norm as wide as the output of the row layers. Such
+    a layer raises an error if it gets only the channels of one rank.
     """
     layer = model.get_submodule(parameter.rpartition(".")[0])
     above = model.get_submodule(parameter.rpartition(".")[0].rpartition(".")[0])

@@ -8,8 +8,9 @@ interchangeable. For the N values xᵢ of a channel, over all samples and pixels
 
     ∂L/∂xᵢ = γ / √(σ² + ε) · (dyᵢ − Σ dyⱼ / N − x̂ᵢ · Σ dyⱼ x̂ⱼ / N)
 
-All sums are over all ranks, with one collective in forward and one in backward. Each rank computes
-its own part of the gradients of γ and β, which the engine sums like all other gradients.
+dyᵢ is ∂L/∂yᵢ, the gradient of the output. All sums are over all ranks, with one collective in
+forward and one in backward. Each rank computes its own part of the gradients of γ and β, which the
+engine sums like all other gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -27,9 +28,10 @@ from tutti.world.errors import UsageError
 
 
 def convert_batchnorms(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Replace every batch norm by a synchronised one with the same parameters and buffers.
+    """Replace every batch norm by a synchronised batch norm with the same parameters and buffers.
 
-    Call it on every rank. Returns the model, or its replacement if it is a batch norm itself.
+    Call this function on every rank. Returns the model, or the new norm if the model itself is a
+    batch norm.
     """
     if isinstance(model, _BatchNorm) and not isinstance(model, JointBatchNorm):
         if type(model) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
@@ -75,8 +77,8 @@ class JointBatchNorm(_BatchNorm, ABC):
         zero = self._forward(input[:0]).sum()
         for parameter in (self.weight, self.bias):
             if parameter is not None:
-                zero = zero + parameter.sum() * 0  # without samples, torch sets no gradient
-        return F.softsign(input) + zero.to(input.dtype)  # the values must only be finite
+                zero = zero + parameter.sum() * 0  # gives the parameter a gradient of 0
+        return F.softsign(input) + zero.to(input.dtype)  # any finite values suffice
 
     @abstractmethod
     def _forward(self, input: Tensor) -> Tensor:
@@ -128,9 +130,9 @@ class CpuBatchNorm(JointBatchNorm):
 def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     """Return each channel's mean and biased variance, and the count, over all ranks.
 
-    In one collective, every rank sends its mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ, combined with
-    Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²]. A variance computed from Σ xᵢ² would lose
-    precision by cancellation if the data is far from 0.
+    In one collective, every rank r sends its mean mᵣ, its sum Σ (xᵢ − mᵣ)² and its count nᵣ. The
+    variance follows from Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²]. A variance
+    computed from Σ xᵢ² would lose precision by cancellation if the data is far from 0.
     """
     x = x.to(_wide(x))
     dims = [0, *range(2, x.dim())]  # all dims but the channels
@@ -147,7 +149,7 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
 
 
 class _Normalise(torch.autograd.Function):
-    """One autograd node, so that all ranks run the collectives of backward in the same order."""
+    """Normalises in one autograd node, so that all ranks have the same order of collectives."""
 
     @staticmethod
     def forward(

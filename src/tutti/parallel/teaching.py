@@ -22,7 +22,7 @@ ColumnLinear, RowLinear: a linear layer y = x W + b split within the layer
         column split   W = [W0 | W1]       each rank computes some columns of y from all of x;
                                            an all-gather concatenates them
         row split      W = [W0 / W1]       each rank takes some columns of x and computes one term
-                                           of every y; an all-reduce adds the terms
+                                           of each element of y; an all-reduce adds the terms
 
 A column split followed by a row split needs no communication in between: see tensor.py.
 """
@@ -86,7 +86,8 @@ def all_reduce_each(tensors: list[Tensor]) -> None:
 class DataParallel(Engine):
     """torch's DataParallel: one process drives all visible devices.
 
-    Every forward copies the parameters to all devices; every backward sums gradients on the first.
+    Every forward copies the parameters to all devices. Every backward sums the gradients on the
+    first device.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -155,7 +156,7 @@ class ColumnLinear(nn.Module):
     def __init__(self, whole: nn.Linear, group: Group = None) -> None:
         super().__init__()
         self.group = group
-        # nn.Linear stores Wᵀ (outputs × inputs): its rows are the columns of W.
+        # nn.Linear stores Wᵀ (outputs × inputs): the rows of Wᵀ are the columns of W.
         self.weight = nn.Parameter(own_slice(whole.weight, 0, group))
         self.bias = None if whole.bias is None else nn.Parameter(own_slice(whole.bias, 0, group))
 

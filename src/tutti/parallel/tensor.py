@@ -80,13 +80,14 @@ def tensor_parallel(
         if name not in layers:
             continue
         layer = layers[name]
-        # Registered first, because torch's own hooks read the input at position 0.
+        # This hook is registered first, because torch's own hooks read the input at position 0.
         first = next(iter(inspect.signature(layer.forward).parameters), "")
         layer.register_forward_pre_hook(partial(_input_first, first), with_kwargs=True)
         if role == "input":
             layer.register_forward_pre_hook(partial(_gather_input, stream, tp_mesh))
         elif role in ("whole", "per_head") or (role == "norm" and not sequence_parallel):
-            # Any split between samples and features gives a gradient that is summed over ranks.
+            # A per_head layer gets this rank's heads. Its input is declared as split along the
+            # sequence, because DTensor then sums the gradient of the weights over ranks.
             as_dtensor = partial(_as_dtensor, Shard(SEQUENCE) if role == "per_head" else stream)
             distribute_module(layer, tp_mesh, _replicate, as_dtensor, _output_to_local)
         else:
@@ -103,7 +104,8 @@ def tensor_parallel(
             if isinstance(getattr(attention, "head_dim", None), int):
                 attentions.add(attention)
     if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers.values()):
-        # In evaluation, its fused kernel would read the weights without calling the layers.
+        # In evaluation, the fused kernel of TransformerEncoderLayer would read the weights without
+        # calling the layers.
         torch.backends.mha.set_fastpath_enabled(False)
     for attention in attentions:
         _set_local_sizes(attention, mesh.layout.tp)
@@ -112,7 +114,10 @@ def tensor_parallel(
 
 
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
-    """Return the context of a loss on logits that may be split along the vocabulary."""
+    """Return the context in which a loss is computed.
+
+    `split_logits` says whether the logits are split along the vocabulary.
+    """
     return loss_parallel() if split_logits else nullcontext()
 
 
@@ -180,7 +185,7 @@ def _split_transposed(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) 
 
 
 def _set_local_sizes(attention: nn.Module, tp: int) -> None:
-    """Divide the numbers of heads by tp: forward of some modules reshapes with these numbers."""
+    """Divide the numbers of heads by tp, because some modules use these numbers to reshape."""
     for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "hidden_size"):
         size = vars(attention).get(name)
         if isinstance(size, int) and size % tp == 0:

@@ -13,9 +13,9 @@ computed as always. Modules of other stages are replaced by modules without para
 - When forward reaches the first module of the next stage, forward ends, and the input of this
   module is the output of the stage.
 
-This is correct if a unit gets nothing from earlier units but its input. `find_units` checks it: it
-runs forward and backward on the meta device, with the input of every unit detached, and refuses a
-model in which a parameter has an effect beyond its unit.
+The result is correct if a unit depends on earlier units only through its input. `find_units` checks
+this condition: it runs forward and backward on the meta device, with the input of every unit
+detached, and refuses a model in which a parameter has an effect on another unit.
 """
 
 import inspect
@@ -40,10 +40,11 @@ class Units:
     """The units of a model, in the order in which its forward runs them."""
 
     names: list[list[str]]
-    """The names of the modules, and of parameters outside of these modules, of each unit. The first
-    name is the first module that forward runs."""
+    """For each unit, the names of its modules, and of its parameters outside of these modules. The
+    first name of a unit is the module that forward runs first."""
     outputs: dict[str, tuple[list[int], torch.dtype] | None]
-    """Shape and dtype of the output of each module before the first block; None: as its input."""
+    """Shape and dtype of the output of each module in the first unit. The value is None if the
+    output has the shape of the module's input."""
     example: Tensor
     """One input of the model, on the meta device."""
 
@@ -68,7 +69,7 @@ def find_units(model: nn.Module, example: Tensor) -> Units:
         parameter.requires_grad_(parameter.is_floating_point())
     for module in model.modules():
         if isinstance(module, _NormBase):
-            module.eval()  # training may need several samples or a collective
+            module.eval()  # in training mode, a norm may need several samples or a collective
     example = example.to("meta")
     try:
         with MetaConditions():  # type: ignore[no-untyped-call]
@@ -152,7 +153,10 @@ def _record_order(
 
 
 def _recorded_modules(model: nn.Module, blocks: Collection[str]) -> list[str]:
-    """Return the blocks, and the outermost other modules that have parameters of their own."""
+    """Return the blocks, and the other modules that directly own parameters.
+
+    Modules that contain a block, and modules inside another returned module, are left out.
+    """
     above = {outer for name in blocks for outer in accumulate(name.split(".")[:-1], _joined)}
     recorded: list[str] = []
     for name, module in model.named_modules():
@@ -191,9 +195,10 @@ def _run_detached(model: nn.Module, example: Tensor, firsts: list[str]) -> list[
 
 
 def _assign_parameters(model: nn.Module, names: list[list[str]], ends: list[Tensor]) -> None:
-    """Add the parameters outside of all modules to their units, and check what a unit depends on.
+    """Assign each parameter that is in no module of a unit to the first unit that uses it.
 
-    A parameter that no unit uses belongs to the first unit.
+    A parameter that no unit uses belongs to the first unit. Raises UsageError if a parameter has
+    an effect on a unit to which it does not belong.
     """
     parameters = list(model.parameters())
     all_names: dict[int, list[str]] = {}
@@ -230,7 +235,7 @@ def _assign_parameters(model: nn.Module, names: list[list[str]], ends: list[Tens
 
 
 def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a call of the module's forward, also if it is a keyword."""
+    """Return the first argument of a call of forward, even if it was passed by keyword."""
     return args[0] if args else kwargs.get(_first_parameter(module))
 
 
@@ -260,13 +265,13 @@ class _EndOfStage(Exception):
 
 
 class _Skipped(nn.Module):
-    """Stands for a module of another stage."""
+    """Replaces a module of another stage."""
 
     def __init__(
         self, original: nn.Module, output: tuple[list[int], torch.dtype] | None, ends_stage: bool
     ) -> None:
         super().__init__()
-        # On the meta device, and in a list, so that it is not a submodule.
+        # The original is on meta. The list hides it from nn.Module, so it is not a submodule.
         self._original = [original]
         self.first = _first_parameter(original)
         self.is_embedding = getattr(original, "is_embedding", isinstance(original, nn.Embedding))
@@ -303,20 +308,20 @@ class _StageForward:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the first module of the stage."""
         if self._received is None:
-            return None  # the module runs in another stage or model
+            return None  # the call does not come from the forward of this stage
         received, self._received = self._received, None
         return replace_first(module, args, kwargs, received)
 
     def __call__(self, x: Tensor) -> Any:
         if not self._first:
             self._received = x
-            # An input for the code before the first module of the stage.
+            # The code of forward before the first module of the stage runs on zeros.
             example = self._units.example
             shape = [len(x), *example.shape[1:]]
             if not example.is_floating_point() and example.dim() == 2 and x.dim() == 3:
                 shape[1] = x.shape[1]  # tokens: sequences may be shorter than the example
             x = _zeros(shape, example.dtype, x.device)
-        for name, parameter in self._removed:  # this code may read parameters of other stages
+        for name, parameter in self._removed:  # forward may read parameters of other stages
             owner, _, key = name.rpartition(".")
             values = _zeros(parameter.shape, parameter.dtype, x.device)
             vars(self._model.get_submodule(owner))[key] = values
@@ -327,14 +332,15 @@ class _StageForward:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Not expanded from one element, because the next module may write in place.
+    # Every element has its own memory, because the next module may write in place.
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def keep_units(model: nn.Module, units: Units, names: Collection[str]) -> None:
     """Remove all modules and parameters except `names`, in place, and set the forward of the stage.
 
-    If the kept units are not consecutive, the model is only a container of stages.
+    If the kept units are not consecutive, they belong to several stages. Then the model only
+    contains the stages, and its forward is not set.
     """
     kept = [number for number, unit in enumerate(units.names) if set(unit) <= set(names)]
     after = kept[-1] + 1

@@ -1,8 +1,9 @@
 """The engine of layouts with pp: runs the microbatches of a step through the pipeline.
 
 Every step has the same schedule: M microbatches of one fixed size. At the end of an epoch,
-microbatches are padded with copies of a real input, whose outputs the loss does not get. Padding
-adds nothing to the loss, to any gradient, or to the statistics of norms (see `Padding`).
+microbatches are padded with copies of a real input. The loss function does not get the outputs of
+these copies. Padding adds nothing to the loss, to any gradient, or to the statistics of norms (see
+`Padding`).
 """
 
 from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class Pipeline(Engine):
         self.microbatch_size = stages.padding.size
         self.rank_of_stage = [rank_of(schedule, stage, mesh.layout.pp) for stage in range(count)]
         # NCCL creates the communicator of a group in the group's first collective, in which all
-        # ranks of the group must take part. This all_reduce is that collective, because all later
-        # operations are sends and receives between two ranks.
+        # ranks of the group must take part. This all_reduce is the first collective: all later
+        # operations of the group are sends and receives between two ranks.
         all_reduce(torch.zeros(1, device=self.world.device), group=mesh.group("pp"))
         self.tied = TiedWeights(stages.ties, self.rank_of_stage, self.stages, mesh)
         self.tied.share_values(model)
@@ -119,7 +120,7 @@ class Pipeline(Engine):
         # different loss functions, because a loss is divided by the number of samples in its step.
         self._loss_fn, self._scale, self._losses = loss_fn, scale, []
         arguments = [inputs] if 0 in self.stages else []
-        # The schedule passes the number of a microbatch to _loss, which has the targets.
+        # The schedule passes the number of a microbatch to _loss, which looks up its targets.
         self._targets = [targets for _, targets in microbatches]
         target = torch.arange(self.microbatches) if self.holds_last else None
         self.schedule.step(*arguments, target=target, return_outputs=False)
@@ -233,13 +234,14 @@ class Pipeline(Engine):
         """Run forward of one batch of any size: stage 0 → send → stage 1 → … → last stage.
 
         Returns the outputs on the rank of the last stage, and None on other ranks. If `shapes` is
-        given, stores the input and output of each stage of this rank in it, as meta tensors. Every
-        rank runs its stages in ascending order, so no two ranks wait for each other.
+        given, the input and output of each stage of this rank are added to it, as meta tensors.
+        Every rank runs its stages in ascending order, so no two ranks wait for each other.
         """
         own_rank, last = self.mesh.rank("pp"), len(self.rank_of_stage) - 1
         x = inputs
         for stage, module in self.stages.items():
-            # In a V-schedule, the last rank holds two consecutive stages and receives nothing.
+            # In a V-schedule, the last rank holds two consecutive stages. It receives nothing
+            # between them.
             if stage and self.rank_of_stage[stage - 1] != own_rank:
                 x = self._receive(self.rank_of_stage[stage - 1])
             output = module(x)

@@ -1,16 +1,16 @@
 """Timelines of pipeline schedules, simulated and measured: the actions of every rank over time.
 
 In the simulation, every rank runs its actions in order, each as soon as its inputs have been
-computed. A forward costs 1, a backward 2, and each half of a split backward 1. Communication costs
-nothing. The bubble is the fraction of the total time of all ranks in which ranks are idle. With p
-ranks, m microbatches and v stages per rank, it is
+computed. A forward takes 1 unit of time, a backward 2 units, and each half of a split backward 1
+unit. Communication takes no time. The bubble is the fraction of the total time of all ranks in
+which ranks are idle. With p ranks, m microbatches and v stages per rank, the bubble is
 
     (p - 1) / (v m + p - 1)       gpipe, 1f1b (v = 1), interleaved: a rank waits for p - 1 forwards
                                   and backwards, each of which takes 1/v of the time
     (p - 1) / (3 v m + p - 1)     zero-bubble, zbv: a rank waits only for the first forwards
 
-The order of actions is read from torch's schedule. For gpipe and 1f1b, torch runs a loop instead,
-so the order is computed here; a test compares all orders with recorded runs.
+The order of actions is read from torch's schedule. torch's gpipe and 1f1b have no list of actions
+but run a loop, so their order is computed here; a test compares all orders with recorded runs.
 """
 
 import re
@@ -161,7 +161,7 @@ def length(timeline: Timeline) -> float:
 def bubble_formula(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> float | None:
-    """Return the bubble by its formula, or None if no formula applies to the schedule."""
+    """Return the bubble from the formulas at the top of this file, or None if none applies."""
     idle, busy = ranks - 1, stages_per_rank * microbatches
     applies = {"interleaved": microbatches % ranks == 0, "zero-bubble": microbatches % ranks == 0}
     applies["zbv"] = microbatches >= 2 * ranks - 1

@@ -54,8 +54,8 @@ class Stages:
     """The stages of this rank, and the layers and tied parameters of all stages."""
 
     modules: dict[int, nn.Module]
-    """The modules of this rank's stages, keyed by stage index. A single stage is the model itself;
-    otherwise each stage is a view of some of the model's layers."""
+    """The modules of this rank's stages, keyed by stage index. If the rank has one stage, the
+    stage is the model itself. If it has several stages, each is a view of some layers."""
     layers: list[list[str]]
     """The layer names of every stage of the pipeline."""
     ties: list[Tie]
@@ -160,7 +160,7 @@ def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return a second module with some of the model's layers; both modules share these layers."""
     view = _shallow_copy(model)
     copied = {"": view}
-    # The modules that contain layers are copied, because the view has other layers in them.
+    # Copy the modules that contain layers, because these modules have fewer layers in the view.
     for layer in layer_names(model):
         path, _, _ = layer.rpartition(".")
         for name in accumulate(path.split("."), "{}.{}".format) if path else ():
@@ -208,12 +208,12 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 def _best_cut(
     sums: Sequence[float], stages: int, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Return (value, ends) of the best cut, by dynamic programming over layers and stages.
+    """Return (value, ends) of the cut with the smallest value, by dynamic programming.
 
     Layers `start` to `end` cost sums[end] - sums[start]. `join` combines the value of a cut with
     the cost of one more part. `ends` contains the end of each part.
     """
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: number of layers
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: number of layers in the cut
     for stage in range(1, stages + 1):
         longer: dict[int, tuple[float, list[int]]] = {}
         for end in range(stage, len(sums) - (stages - stage)):
@@ -228,7 +228,7 @@ def _best_cut(
 
 
 def cut_evenly(count: int, stages: int) -> list[range]:
-    """Cut layers into parts whose sizes differ by at most one; later parts are smaller."""
+    """Cut layers into parts whose sizes differ by at most one layer. No part exceeds the first."""
     check_stages(count, stages, 1)
     ends = [-(-count * (stage + 1) // stages) for stage in range(stages)]
     return [range(start, end) for start, end in pairwise([0, *ends])]
@@ -244,7 +244,7 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> 
     meta_model = _on_meta(model)
     for norm in meta_model.modules():
         if isinstance(norm, _NormBase):
-            norm.eval()  # training may need several samples or a collective
+            norm.eval()  # in training mode, a norm may need several samples or a collective
     x = example.to("meta")
     counted: dict[object, tuple[float, Tensor]] = {}
     costs = []
@@ -320,7 +320,7 @@ def _on_meta(model: nn.Module, buffers: bool = True) -> nn.Module:
                 memo[id(value)] = value
     result: nn.Module = copy.deepcopy(model, memo)
     if buffers and hasattr(result, "set_experts_implementation"):
-        # transformers' default, a grouped matrix product, runs only in bfloat16 on meta.
+        # The default implementation of experts, a grouped matrix product, needs bfloat16 on meta.
         result.set_experts_implementation("batched_mm")  # type: ignore[operator]
     return result
 
@@ -343,7 +343,7 @@ class Padding:
     def __init__(self, model: nn.Module, size: int) -> None:
         """`size` is the number of samples in every microbatch, including padded samples."""
         self.size = size
-        # The real samples of each microbatch on this rank, or None if no rank has samples.
+        # This rank's number of real samples in each microbatch; None if no rank has real samples.
         self._real: list[int | None] = []
         self._current: int | None = size  # the entry of `_real` for the current microbatch
         for name, norm in model.named_modules():
@@ -351,7 +351,7 @@ class Padding:
                 norm.forward = partial(self._forward, norm, name, norm.forward)
 
     def begin_step(self, real: Sequence[int], microbatches: int) -> None:
-        """Set the numbers of real samples of the first microbatches; the rest have no samples."""
+        """Set the real samples per microbatch. Microbatches beyond `real` are empty everywhere."""
         self._real = [*real, *[None] * (microbatches - len(real))]
 
     @contextmanager

@@ -4,10 +4,10 @@
                                  ├──  equal values; each copy has the gradient of its own stage
         stage 3   head.weight  ──┘
 
-Each stage has its own copy, because FSDP shards each stage separately, even if one rank holds both
-stages, as in a V-schedule. After backward, the gradients of all copies are summed, so that the
-optimizer makes the same update to every copy. Checkpoints and the global gradient norm include only
-the first copy; the other copies are called aliases.
+Each stage has its own copy, because FSDP shards each stage separately. This is also the case if one
+rank holds both stages, as in a V-schedule. After backward, the gradients of all copies are summed,
+so that the optimizer makes the same update to every copy. Checkpoints and the global gradient norm
+include only the first copy; the other copies are called aliases.
 """
 
 from collections.abc import Collection, Sequence
@@ -92,7 +92,7 @@ class TiedWeights:
                 part.copy_(total)
 
     def _exchange(self, local: Tensor, ranks: list[int]) -> list[Tensor]:
-        """Exchange tensors between the pipeline ranks in `ranks`. Return them in this order."""
+        """Exchange tensors between pipeline ranks. Return the tensors in the order of `ranks`."""
         group, own_rank = self._mesh.group("pp"), self._mesh.rank("pp")
         local = local.contiguous()
         tensors = [local if rank == own_rank else torch.empty_like(local) for rank in ranks]
