@@ -91,7 +91,7 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Return the cgroup's CPU quota as a number of CPUs, rounded up, or None without a quota."""
+    """Return the cgroup's CPU quota as a number of CPUs, rounded up, or None if there is none."""
     cpus = _cgroup_cpus(SysFiles(root=root))
     return max(1, math.ceil(cpus)) if isinstance(cpus, int | float) else None
 

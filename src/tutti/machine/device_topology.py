@@ -48,7 +48,7 @@ class Link:
     """The number of active NVLinks between the two devices, direct or through NVSwitches."""
     nvlink_gbs: float | None
     """Total speed of these NVLinks in one direction in 1e9 bytes/s, as reported by the driver.
-    About 94 % of this speed is available to payload."""
+    Payload can use about 94 % of this speed."""
     reason: str
 
 
@@ -74,8 +74,8 @@ def pci_class(a: PciLocation, b: PciLocation, numa_nodes: int) -> tuple[str, str
 
     A path lists the root complex, a root port, the upstream port and a downstream port of each
     switch, and finally the device. Two devices below one switch share the path up to the switch's
-    upstream port. After that, each path has a downstream port and the device, so the paths differ
-    in at most two entries.
+    upstream port. After this port, each path has a downstream port and the device. Therefore the
+    class is PIX if the paths differ in at most two entries.
     """
     if not a.path or not b.path:
         return "?", "/sys does not show the PCI path of a device"
@@ -101,7 +101,7 @@ def pci_class(a: PciLocation, b: PciLocation, numa_nodes: int) -> tuple[str, str
 def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None, str]:
     """Return (number of active NVLinks between two GPUs, speed, description of the path).
 
-    The speed is the total of one direction in GB/s.
+    The speed is the total of one direction in GB/s, or None if the speed of a link is unknown.
     """
     direct = [link for link in a.active_nvlinks if link.peer_kind == "gpu"]
     direct = [link for link in direct if link.peer_pci and link.peer_pci == b.pci_address]
@@ -139,7 +139,7 @@ class Interface:
 
     @property
     def rate_gbps(self) -> float | None:
-        """The rate of the fastest port."""
+        """The rate of the fastest port in Gbit/s."""
         rates = [port.rate_gbps for port in self.ports if port.rate_gbps is not None]
         if rates:
             return max(rates)

@@ -1,6 +1,6 @@
 """Software of a host: kernel, container, versions and allow-listed environment variables.
 
-`describe_environment()` is the `environment` entry of every JSON result.
+`describe_environment()` returns the `environment` entry of every JSON result.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ def read_product(files: SysFiles) -> str | None:
 
 
 def read_virtualisation(files: SysFiles) -> str | None:
-    """Return the name of the hypervisor, or "none". On x86, a CPU flag indicates one."""
+    """Return the name of the hypervisor, or "none". On x86, a CPU flag shows if there is one."""
     flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
     name = next(

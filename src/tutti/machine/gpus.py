@@ -1,4 +1,4 @@
-"""GPUs of this host: state and links from NVML, CUDA_VISIBLE_DEVICES, and peer access."""
+"""GPUs of this host: state, links and peer access from NVML, and the GPUs that CUDA can use."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from tutti.machine.sysfs import SysFiles
 
 @dataclass(frozen=True)
 class NvLink:
-    """One NVLink of a GPU. The error counters are 0 when the driver is loaded."""
+    """One NVLink of a GPU. The error counters start at 0 when the driver is loaded."""
 
     index: int
     active: bool | None
@@ -142,7 +142,7 @@ class PeerAccess:
 
 
 def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of GPUs visible to CUDA with this environment, without importing torch."""
+    """Return the number of GPUs that CUDA sees with the variables `env`. torch is not imported."""
     env = os.environ if env is None else env
     with nvml() as library:
         if library is not None:
@@ -163,7 +163,7 @@ def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
 
 
 def numa_node_of_gpu(pci_address: str) -> int | None:
-    """Return the NUMA node of the PCI device at an address, or None if it is unknown."""
+    """Return the NUMA node of the PCI device at an address, or None if the node is unknown."""
     return SysFiles().numa_node(f"/sys/bus/pci/devices/{pci_address.lower()}")
 
 
@@ -252,7 +252,7 @@ class _Query:
         return None
 
     def enum(self, name: str, words: dict[int, str], function: str, *arguments: Any) -> Any:
-        """Return the name of the enum value that an NVML function returns."""
+        """Return the entry of `words` for the number that an NVML function returns."""
         number = self(name, function, *arguments)
         if number is not None and number not in words:
             self.note(name, f"NVML {function} returned {number}")
@@ -274,9 +274,10 @@ class _Query:
 def read_accelerators(
     files: SysFiles, pci: tuple[PciDevice, ...], versions: dict[str, str]
 ) -> tuple[tuple[Accelerator, ...], tuple[PeerAccess, ...]]:
-    """Return all GPUs of this host, including GPUs hidden by CUDA_VISIBLE_DEVICES.
+    """Return all GPUs of this host, and the peer access of each pair of GPUs.
 
-    Adds the driver version and the newest CUDA version that the driver supports to `versions`.
+    GPUs that CUDA_VISIBLE_DEVICES hides are included. The function adds two entries to `versions`:
+    the driver version, and the newest CUDA version that the driver supports.
     """
     with nvml(files.unknown) as library:
         if library is None:
@@ -417,8 +418,8 @@ def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
     info = query.library.c_nvmlGpuFabricInfoV_t()
     if query(names, "GpuFabricInfoV", ctypes.byref(info)) is None:
         return None, None
-    # Two bits each for degraded bandwidth, route recovery, unhealthy route and access timeout:
-    # 0 means not reported, 1 true, 2 false.
+    # healthMask has two bits for each of these conditions: degraded bandwidth, route recovery,
+    # unhealthy route and access timeout. The value is 0 (not reported), 1 (true) or 2 (false).
     bits = [info.healthMask >> shift & 3 for shift in (0, 2, 4, 6)]
     state = _FABRIC_STATES.get(info.state, str(info.state))
     if not any(bits):

@@ -28,7 +28,7 @@ class AcceleratorSpec:
     scale_up: str | None = None  # the links between the devices of a node
     scale_up_gbs: float | None = None
     host_link: str | None = None
-    without: tuple[str, ...] = ()  # parts of the driver's name that mean another model
+    without: tuple[str, ...] = ()  # a name with one of these parts is another model
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The content of the file."""
+    """The content of hardware_catalogue.toml."""
 
     accelerators: tuple[AcceleratorSpec, ...]
     links: tuple[LinkSpec, ...]
@@ -71,7 +71,8 @@ def catalogue() -> Catalogue:
         row["without"] = tuple(row.get("without", ()))
     for row in content["figure"]:
         row["devices"] = tuple(row["devices"])
-        row["bytes"] = parse_size(row.get("bytes", "64M"))  # the source says "large messages"
+        # A source that gives no size says "large messages".
+        row["bytes"] = parse_size(row.get("bytes", "64M"))
     return Catalogue(
         accelerators=tuple(AcceleratorSpec(**row) for row in content["accelerator"]),
         links=tuple(LinkSpec(**row) for row in content["link"]),
@@ -80,7 +81,7 @@ def catalogue() -> Catalogue:
 
 
 def accelerator(device_name: str) -> AcceleratorSpec | None:
-    """Return the specification for a name that the driver reports, or None if it is unknown."""
+    """Return the specification of an accelerator by the name that the driver reports, or None."""
     for spec in catalogue().accelerators:
         if spec.name in device_name and not any(part in device_name for part in spec.without):
             return spec
@@ -97,7 +98,7 @@ def figure(
 ) -> Figure | None:
     """Return the published figure for this message size or for the next smaller size.
 
-    The figure for a smaller size is a valid lower bound, because larger messages are no slower.
+    The figure for a smaller size is a lower bound, because a larger message is at least as fast.
     """
     spec = accelerator(device_name)
     matching = [

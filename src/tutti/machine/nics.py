@@ -15,7 +15,7 @@ NicKind = Literal["physical", "bond", "bridge", "vlan", "loopback", "virtual"]
 
 @dataclass(frozen=True)
 class Nic:
-    """A network interface. Only address families are recorded, not the IP addresses."""
+    """A network interface. Its IP addresses are not recorded, only their address families."""
 
     name: str
     kind: NicKind
@@ -28,12 +28,12 @@ class Nic:
     pci_address: str | None
     numa_node: int | None
     families: tuple[str, ...] | None
-    """Any of ipv4 and ipv6; link-local addresses are ignored."""
+    """Families of the IP addresses: ipv4, ipv6, both or none. Link-local addresses are ignored."""
     default_route: bool | None
     master: str | None
     """The bond or bridge that the interface belongs to; "" if it belongs to none."""
     rdma: str | None
-    """The RDMA device of the interface, such as mlx5_0; "" if it has none."""
+    """The RDMA device of the interface, such as mlx5_0; "" if the interface has none."""
     rx_errors: int | None
     tx_errors: int | None
     rx_dropped: int | None
@@ -47,7 +47,7 @@ class RdmaPort:
     device: str
     port: int
     netdev: str | None
-    """The network interface of the device; "" if it has none."""
+    """The network interface of the device; "" if the device has none."""
     pci_address: str | None
     numa_node: int | None
     driver: str | None
@@ -76,7 +76,7 @@ _COUNTERS = (*RECORDED_NAMES["rdma"]["error_counters"].split(), *CONGESTION_COUN
 
 
 def interface_address(name: str) -> str | None:
-    """Return the IPv4 address of an interface, or None if there is no interface or address."""
+    """Return an interface's IPv4 address, or None if the interface has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
             reply = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -97,7 +97,7 @@ def read_nics(files: SysFiles) -> tuple[Nic, ...]:
         directory, field = f"{_NET}/{name}", f"nics[{number}]"
         pci_address, numa_node = _read_pci_location(files, f"{directory}/device", name, field)
         rdma = files.names(f"{directory}/device/infiniband")
-        # Reading `carrier` fails if the interface is down.
+        # Reading `carrier` fails if the interface is down. The field is then None.
         carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
         if families is None:
             files.unknown[f"{field}.families"] = "addresses can only be listed on this machine"
@@ -113,7 +113,7 @@ def read_nics(files: SysFiles) -> tuple[Nic, ...]:
             driver=files.target_name(f"{directory}/device/driver"),
             state=files.text(f"{directory}/operstate", f"{field}.state"),
             carrier=None if carrier is None else carrier == 1,
-            # The speed of a virtual interface or of a link that is down is 0 or -1.
+            # The kernel reports 0 or -1 for virtual interfaces and for links that are down.
             speed_mbps=files.number(f"{directory}/speed", f"{field}.speed_mbps", range(1, 10**9)),
             mtu=files.number(f"{directory}/mtu", f"{field}.mtu"),
             pci_address=pci_address,
@@ -160,8 +160,8 @@ def _read_pci_location(
 
 
 def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
-    """Return the address families of each interface, without link-local addresses."""
-    # IPv4 addresses come from system calls and not from files, so they exist only for this machine.
+    """Return the address families of each interface. Link-local addresses are ignored."""
+    # IPv4 addresses come from system calls, which describe this machine and ignore `files.root`.
     if not files.root.samefile("/"):
         return None
     found: dict[str, set[str]] = {}
@@ -185,7 +185,8 @@ def _default_routes(files: SysFiles) -> set[str] | None:
     names = {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"}
     for line in (files.text("/proc/net/ipv6_route") or "").splitlines():
         row = line.split()
-        # Destination ::/0. The kernel's own "unreachable" route has the interface lo.
+        # A default route has the destination ::/0. The kernel also adds an "unreachable" route
+        # with this destination; its interface is lo.
         if len(row) == 10 and row[0] == "0" * 32 and row[1] == "00" and row[9] != "lo":
             names.add(row[9])
     return names

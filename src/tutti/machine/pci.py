@@ -22,7 +22,7 @@ Kind = Literal["gpu", "nic", "nvswitch", "bridge"]
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A GPU, NIC or NVSwitch, or a bridge above one."""
+    """A GPU, NIC or NVSwitch, or a bridge above such a device."""
 
     address: str
     """The PCI address in the kernel's format: 0000:18:00.0."""
@@ -69,7 +69,7 @@ def read_pci(files: SysFiles) -> tuple[PciDevice, ...]:
 
 
 def _path(files: SysFiles, address: str) -> tuple[str, ...]:
-    """Return the path from the root complex to the device, or () if /sys does not show it."""
+    """Return the path from the root complex to the device, or () if /sys has no such path."""
     parts = (files.target(f"{_DEVICES}/{address}") or "").split("/")
     roots = [index for index, part in enumerate(parts) if re.match(r"pci[0-9a-f]{4,}:", part)]
     return tuple(parts[roots[0] :]) if roots else ()
@@ -127,7 +127,7 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
     for file, prefix in (("current", ""), ("max", "max_")):
         path = f"{directory}/{file}_link_speed"
         speed = files.text(path, f"{field}.{prefix}generation")
-        # "32.0 GT/s PCIe", or "Unknown" in a virtual machine
+        # `speed` is "32.0 GT/s PCIe", or "Unknown" in a virtual machine.
         generation = _GENERATIONS.get((speed or "").partition(" GT/s")[0])
         if speed is not None and generation is None:
             files.unknown[f"{field}.{prefix}generation"] = f"{path} contains {speed!r}"
@@ -142,7 +142,8 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
 def _read_acs_redirect(files: SysFiles, path: str, field: str) -> bool | None:
     """Return whether the ACS capability of a bridge redirects peer-to-peer traffic.
 
-    ACS is an entry of the list of extended capabilities at byte 256 of the configuration space.
+    ACS is an extended capability. The list of these capabilities starts at byte 256 of the PCI
+    configuration space.
     """
     config = files.bytes(path, field)
     if config is None:

@@ -66,16 +66,19 @@ class Machine:
     nccl_conf: dict[str, dict[str, str]]
     """The settings in /etc/nccl.conf and ~/.nccl.conf, keyed by file."""
     variables: dict[str, str]
-    """Environment variables on an allow-list."""
+    """Environment variables that recorded_names.toml allows."""
     versions: dict[str, str]
-    """Versions of python, torch, cuda (of torch), cuda_driver (the newest CUDA that the driver
-    supports), driver, nccl, …"""
+    """Versions of python, torch, cuda (that torch is built for), cuda_driver (the newest CUDA that
+    the driver supports), driver, nccl, …"""
     xids: tuple[Xid, ...] | None
     """None if the kernel log cannot be read."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     def reason_unknown(self, path: str) -> str | None:
-        """Return why a field is unknown. The reason may be that of a field that contains it."""
+        """Return why a field, or a field that contains it, is unknown.
+
+        Return None if no reason is recorded.
+        """
         while path:
             if path in self.unknown:
                 return self.unknown[path]
@@ -98,9 +101,9 @@ class Machine:
 
     @classmethod
     def from_json(cls, values: Any) -> "Machine":
-        """Return a Machine from the result of asdict.
+        """Return the Machine that `values`, a result of dataclasses.asdict(), describes.
 
-        A missing field is unknown; a wrong key or type raises ValueError.
+        A missing field becomes unknown. A wrong key or type raises ValueError.
         """
         missing: dict[str, str] = {}
         machine = _from_json(cls, values, "", missing)
@@ -178,7 +181,7 @@ def _format(value: Any, depth: int = 0) -> str:
 
 
 def read_machines(path: Path) -> list[Machine]:
-    """Return the machines in a recorded file. A ValueError names the place of a mistake."""
+    """Return the machines in a recorded file. Raises ValueError if the file is invalid."""
     try:
         content = json.loads(path.read_text())
     except UnicodeDecodeError:
@@ -207,7 +210,7 @@ def read_machines(path: Path) -> list[Machine]:
 
 
 def _from_json(kind: type[T], value: Any, path: str, missing: dict[str, str]) -> T:
-    """Return a dataclass instance with the values of a dict, after a check of all types.
+    """Check the types of the values in a dict, and return them as an instance of a dataclass.
 
     An absent field that may be None becomes None, and its path is added to `missing`.
     """

@@ -37,7 +37,7 @@ class SysFiles:
         return None
 
     def search(self, pattern: str, path: str, field: str | None = None) -> str | None:
-        """Return the first group of a regular expression in a file."""
+        """Return what the first group of a regular expression matches in a file, or None."""
         text = self.text(path, field)
         found = re.search(pattern, text or "", re.MULTILINE)
         if text is not None and found is None:
@@ -67,7 +67,7 @@ class SysFiles:
         return self._local(path).exists()
 
     def target(self, path: str) -> str | None:
-        """Return the path relative to `root` that a symbolic link resolves to, or None."""
+        """Return the target of a symbolic link as a path below `root`, or None if there is none."""
         local = self._local(path)
         if not local.exists():
             return None

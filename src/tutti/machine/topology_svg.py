@@ -61,7 +61,10 @@ class _SwitchGroup:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the group has several devices. The ports of one card are one PCI device."""
+        """Whether the group is drawn as a PCIe switch, because it has several PCI devices.
+
+        The ports of one card count as one PCI device.
+        """
         devices: list[Interface | Accelerator] = [*self.nics, *self.gpus]
         addresses = {(device.pci_address or "").rpartition(".")[0] for device in devices}
         return len(addresses) > 1
@@ -86,7 +89,7 @@ class _Panel:
                 self.columns.append((node, groups))
             elif node is not None:
                 self.nodes_without_devices.append(node)
-        self.centers: dict[int, float] = {}  # x of the centre of each GPU's box
+        self.centers: dict[int, float] = {}  # GPU index → x coordinate of the box's centre
         widths = [self._node_width(groups) for _, groups in self.columns]
         self.width = max(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1), 640)
         has_nics = any(group.nics for _, groups in self.columns for group in groups)
@@ -239,7 +242,7 @@ class _Panel:
         yield _text((left + right) / 2, top + 17, name, "name middle")
 
     def _draw_pairs(self) -> Iterator[str]:
-        """Yield an arc for each pair of GPUs. Arcs between distant GPUs are deeper."""
+        """Yield an arc for each pair of GPUs with direct NVLinks. Longer arcs are drawn deeper."""
         order = sorted(self.centers, key=lambda index: self.centers[index])
         y = self.gpu_bottom
         max_nvlinks = max((link.nvlinks for link in self.pairs), default=0)

@@ -1,4 +1,4 @@
-"""The list of all checks, the function that runs them, and the collection of their input."""
+"""The list of all checks, the function that runs them, and functions that collect their input."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -42,7 +42,7 @@ def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Findi
 
 
 def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
-    """Return a cluster of machines from a recorded file, which cannot be probed."""
+    """Return a cluster of machines from a recorded file. All its probes are skipped."""
     skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
     return Cluster(tuple(machines), (), ProbeResults(skipped=skipped))
 
@@ -69,11 +69,12 @@ def collect_from_ranks(
     all_reduce: Callable[[], str] | None,
     progress: Callable[[str], None],
 ) -> Cluster:
-    """Observe all ranks, and test the connections between their hosts. All ranks must call this.
+    """Observe all ranks, and test the connections between their hosts.
 
-    All ranks return the same result. `machine` is this rank's own observation, and `gpus` contains
-    the UUID of the GPU that each rank would use. `all_reduce` runs a collective over all ranks and
-    returns its error ("" if the result was exact). If `all_reduce` is None, nothing is measured.
+    All ranks must call this function, and all ranks get the same result. `machine` is what this
+    rank observed. `gpus` contains the UUID of the GPU that each rank would use. `all_reduce` runs a
+    collective over all ranks and returns its error ("" if the result was exact). If `all_reduce` is
+    None, only the connections and clock offsets between hosts are measured.
     """
     machines = [Machine.from_json(values) for values in peers.gather(asdict(machine))]
     rows = enumerate(zip(peers.hosts, machines, gpus, strict=True))
@@ -107,7 +108,10 @@ def collect_from_ranks(
 
 
 def _start_nccl(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults:
-    """Start NCCL on every rank. Runs before other probes on GPUs, which keep GPU memory."""
+    """Start NCCL on every rank.
+
+    This probe runs before other probes on GPUs, because other probes keep GPU memory allocated.
+    """
     import torch
 
     from tutti.machine.checks import probe_nccl

@@ -1,4 +1,4 @@
-"""Cluster: the input of all checks, which is hosts, their ranks and the results of probes."""
+"""Cluster: the input of all checks. It has the hosts, their ranks and the results of probes."""
 
 import re
 import tomllib
@@ -38,7 +38,10 @@ class RankObservation:
 
 @dataclass(frozen=True)
 class Connection:
-    """An attempt to connect from one host to a port of another host. The kernel picks the port."""
+    """An attempt to connect from host `src` to a port of host `dst`.
+
+    The kernel of host `dst` picks the port.
+    """
 
     src: int
     dst: int
@@ -48,7 +51,10 @@ class Connection:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a host's clock is ahead of the clock of host 0, in seconds ± round_trip / 2."""
+    """How many seconds a host's clock is ahead of the clock of host 0.
+
+    The error of `seconds` is at most half of `round_trip`, which is also in seconds.
+    """
 
     host: int
     seconds: float
@@ -57,10 +63,10 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class MeasuredRate:
-    """A measured speed, the best of several attempts: interference can only lower the speed."""
+    """A measured speed: the best of several attempts, because interference only lowers speeds."""
 
     name: str
-    """rank:0, gpu:3, or 0-1 for data from rank 0 to rank 1."""
+    """The measured object: rank:0, gpu:3, or 0-1 for the link from rank 0 to rank 1."""
     host: int
     kind: str
     """Only rates of the same kind are compared."""
@@ -73,7 +79,7 @@ class MeasuredRate:
 
 @dataclass(frozen=True)
 class GpuCopy:
-    """The result of copying a pattern from one GPU to another and comparing it there."""
+    """The result of copying a pattern from GPU `src` to GPU `dst` and checking the copy."""
 
     src: int
     dst: int
@@ -87,7 +93,7 @@ STOPPED = "stopped because another rank failed"
 
 @dataclass(frozen=True)
 class NcclRank:
-    """The result of one rank of a communicator that NCCL was asked to start."""
+    """The result of one rank in the probe that starts NCCL."""
 
     rank: int
     host: int
@@ -108,7 +114,8 @@ class NcclRank:
 class ProbeResults:
     """The results of all probes.
 
-    A result is None if the probe did not run; `skipped` may contain the reason under the same name.
+    A field is None if its probe did not run. `skipped` may contain the reason; the key is the name
+    of the field.
     """
 
     connections: tuple[Connection, ...] | None = None
@@ -124,7 +131,7 @@ class ProbeResults:
     all_reduce: tuple[str, ...] | None = None
     """The error of each rank in an all_reduce; "" if the result was exact."""
     nccl: tuple[NcclRank, ...] | None = None
-    """All ranks of the communicator that NCCL was asked to start."""
+    """The results of all ranks in the probe that starts NCCL."""
     skipped: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, result: Value | None) -> Value:
@@ -156,7 +163,8 @@ class Cluster:
     def cpus_on(self, host: int) -> int:
         """Return the number of CPUs that the ranks of a host may use together.
 
-        The affinity masks of ranks may differ: mpirun, for example, binds each rank to other CPUs.
+        The affinity masks of ranks may differ: for example, mpirun binds each rank to its own
+        CPUs.
         """
         machines = [rank.machine for rank in self.ranks if rank.host == host]
         masks = [machine.cpus.allowed for machine in machines or [self.machines[host]]]
@@ -197,6 +205,6 @@ def read_gpus(machine: Machine, path: str) -> list[tuple[Accelerator, Any]]:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, such as (2, 13, 0) for 2.13.0+cu130, or ()."""
+    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cu130, () for "unknown"."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -120,7 +120,7 @@ def available_memory(machine: Machine) -> Findings:
 def gpu_affinity(cluster: Cluster, host: int) -> Findings:
     """Check that each rank may use CPUs of its GPU's NUMA node.
 
-    If no world was started, this process is checked with every GPU.
+    If no world was started, the CPUs of this process are compared with the node of every GPU.
     """
     machine = cluster.machines[host]
     local_cpus = {

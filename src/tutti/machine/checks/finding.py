@@ -24,8 +24,8 @@ STATUS_ORDER = (*PROBLEMS, "pass", "skip")
 class Finding:
     """The report of a check about one GPU, link, NIC, rank, host or the whole world.
 
-    Check.findings() sets `id`. It also sets the other fields that are empty to the values in the
-    description of the check.
+    Check.findings() sets `id`. If `host` is empty, it sets the host that was checked. For a warning
+    or failure, it replaces an empty `expected`, `cure` or `commands` by the value of the Check.
     """
 
     status: Literal["pass", "warn", "fail", "skip"]
@@ -45,7 +45,7 @@ Findings = Iterator[Finding]
 
 
 def passed(observed: str, scope: str = "machine") -> Finding:
-    """Return a finding without a problem. It is not reported if the same check found a problem."""
+    """Return a finding without a problem. It is dropped if the same check finds a problem."""
     return Finding("pass", scope, observed)
 
 
@@ -89,7 +89,7 @@ class Check:
     commands: Sequence[str] = ()
 
     def findings(self, cluster: Cluster) -> Findings:
-        """Run the check and yield its findings. If the check raises an exception, it is skipped."""
+        """Run the check and yield its findings. An exception becomes a finding with status skip."""
         scope = "machine" if self.per_host else "world"
         hosts = [machine.host for machine in cluster.machines] if self.per_host else [""]
         for index, host in enumerate(hosts):
@@ -113,7 +113,7 @@ class Check:
 
 
 def host_check(id: str, per_host: bool = True) -> Callable[[CheckFunction], Check]:
-    """Return a decorator for a check that examines one host and the ranks on it."""
+    """Return a decorator for a check that examines one host and its ranks."""
     group, _, name = id.partition(".")
     description = _DESCRIPTIONS[group][name]
     return lambda function: Check(id, **description, function=function, per_host=per_host)
@@ -168,9 +168,9 @@ def _wrap(head: str, text: str, width: int) -> list[str]:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    """Return the number of checks with each status.
+    """Return a line with the number of checks of each status.
 
-    Counts checks, not findings: a check that fails for one of eight GPUs counts as one failure.
+    The line counts checks, not findings: a check that fails for one of eight GPUs is one failure.
     Example: `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU)`.
     """
     worst: dict[str, Finding] = {}

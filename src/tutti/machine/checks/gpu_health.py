@@ -187,8 +187,8 @@ def throttling(machine: Machine) -> Findings:
     for gpu, reasons in read_gpus(machine, "clocks.throttle"):
         scope = f"gpu:{gpu.index}"
         heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
-        # The driver reports hw_slowdown together with its cause. hw_slowdown is reported only if
-        # the cause is unknown.
+        # The driver reports hw_slowdown in addition to a reason that names the cause. A finding is
+        # about hw_slowdown only if the driver names no cause.
         causes = [reason for reason in reasons if reason in meanings and reason != "hw_slowdown"]
         for reason in causes or sorted({"hw_slowdown"} & set(reasons)):
             cure = "check power supply and cables" if "power" in reason else "check cooling"

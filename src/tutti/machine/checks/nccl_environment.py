@@ -12,13 +12,13 @@ from tutti.machine.recording import Machine
 
 
 def settings(machine: Machine) -> dict[str, str]:
-    """Return the variables as NCCL reads them: the environment overrides the nccl.conf files."""
+    """Return the variables that apply. The environment overrides the nccl.conf files."""
     from_files = {k: v for values in machine.nccl_conf.values() for k, v in values.items()}
     return {**from_files, **machine.variables}
 
 
 def shares_gpus(variables: Mapping[str, str]) -> bool:
-    """Return whether ranks share a GPU. If so, tutti sets variables that are otherwise wrong."""
+    """Return whether ranks share a GPU. Shared GPUs need variables that are wrong otherwise."""
     return variables.get("TUTTI_RANKS_PER_GPU", "1") != "1" or "NCCL_HOSTID" in variables
 
 
@@ -64,7 +64,8 @@ def renamed(machine: Machine) -> Findings:
             yield warn("machine", f"{name}={value}", expected, f"unset {name}")
 
 
-# Ranks that share a GPU need these variables; `tutti run --ranks-per-gpu` sets the first one.
+# Variables that are no mistake if ranks share a GPU. `tutti run --ranks-per-gpu` itself sets
+# NCCL_IB_DISABLE on a single host.
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
 
@@ -236,7 +237,7 @@ def driver_version(machine: Machine) -> Findings:
     cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
     driver = machine.versions.get("driver", "unknown")
     observed = f"driver {driver} supports CUDA {supported}; torch is built for CUDA {cuda}"
-    # A driver also runs newer CUDA versions with the same major version.
+    # A driver also supports newer minor versions of the same CUDA major version.
     if parse_version(supported)[0] < parse_version(cuda)[0]:
         yield fail("machine", observed, f"a driver for CUDA {cuda}")
     yield passed(observed)

@@ -34,16 +34,18 @@ Dump = TypeVar("Dump")
 
 _WARNING = re.compile(r"NCCL WARN (.*)")
 # Example: `Channel 02/0 : 0[0] -> 1[1] [send] via NET/IB/0/GDRDMA`. The number in brackets is the
-# index of the GPU in NVML.
+# NVML index of the rank's GPU.
 _CONNECTION = re.compile(
     r"Channel \d+(?:/\d+)? : (\d+)\[(\d+)\] -> (\d+)\[(\d+)\] (?:\[(?:send|receive)\] )?via (\S+)"
 )
 
 
 def select_lines(log: str) -> list[str]:
-    """Return warnings and connections in NCCL's log: `WARN text` or `0[0] 1[1] P2P/CUMEM`.
+    """Return the warnings and the connections in NCCL's log, in a short format.
 
-    Each line is returned once, although NCCL logs a connection for every channel.
+    A warning is `WARN text`. A connection is `0[0] 1[1] P2P/CUMEM`: source rank and its GPU,
+    destination rank and its GPU, transport. NCCL logs a connection once per channel; equal lines
+    are returned once.
     """
     found = dict[str, None]()
     for line in log.splitlines():
@@ -74,7 +76,7 @@ class NcclConnection:
 
 
 def parse_connections(lines: Sequence[str]) -> list[NcclConnection]:
-    """Return the connections in lines of select_lines(), ordered by rank."""
+    """Return the connections in the lines that select_lines() returned, ordered by rank."""
     transports: dict[tuple[int, int], set[str]] = {}
     gpu_of: dict[int, int] = {}
     for line in lines:
@@ -98,9 +100,9 @@ class NcclGpu:
     rank: int | None
     pci_address: str
     path: tuple[str, ...]
-    """The CPU (NUMA node), the upstream port of each PCIe switch, and the GPU."""
+    """The PCIe path: the CPU (NUMA node), the upstream port of each PCIe switch, and the GPU."""
     nvlinks: Mapping[str, int]
-    """Number of NVLinks to each GPU or NVSwitch, by PCI address; "" for all NVSwitches."""
+    """PCI address of another GPU → number of NVLinks to it. The key "" is for all NVSwitches."""
     gpu_direct: bool
 
 
@@ -118,7 +120,7 @@ _NVSWITCH_CLASS = "0x068"
 
 
 def parse_topology(text: str) -> tuple[list[NcclGpu], list[NcclNet]]:
-    """Return the GPUs and NICs in a topology file. Raises ValueError for any other text."""
+    """Return the GPUs and NICs in a topology file. Raises ValueError if the text is invalid."""
     gpus: list[NcclGpu] = []
     nets: list[NcclNet] = []
 
@@ -163,7 +165,8 @@ def nvlinks_between(a: NcclGpu, b: NcclGpu) -> int:
     return direct or min(a.nvlinks.get("", 0), b.nvlinks.get("", 0))
 
 
-# NCCL's classes are coarser than those of nvidia-smi: PHB is any path through one CPU.
+# Class of a PCIe path in nvidia-smi → what the path goes through in NCCL's topology. NCCL does not
+# distinguish PHB and NODE: both are paths through one CPU.
 _PATH_THROUGH = {
     "PIX": "a PCIe switch",
     "PXB": "a PCIe switch",
@@ -174,7 +177,7 @@ _PATH_THROUGH = {
 
 
 def path_through(a: NcclGpu, b: NcclGpu) -> str:
-    """Return the device at which the PCIe paths of two GPUs meet: a value of _PATH_THROUGH."""
+    """Return what the PCIe path between two GPUs goes through: a value of _PATH_THROUGH."""
     if a.path[0] != b.path[0]:
         return "two CPUs"
     return "a PCIe switch" if a.path[1:2] == b.path[1:2] else "one CPU"
@@ -188,15 +191,16 @@ _FAST_LINKS = ("LOC", "NVL", "NVB", "C2C")
 
 @dataclass(frozen=True)
 class NcclGraph:
-    """The channels of one algorithm."""
+    """The channels of one algorithm, such as ring or tree."""
 
     name: str
     channels: int
     intra_gbs: float
-    """Bandwidth of one channel inside the host in GB/s; inter_gbs is between hosts."""
+    """Bandwidth of one channel inside a host in GB/s."""
     inter_gbs: float
+    """Bandwidth of one channel between hosts in GB/s."""
     intra_type: str
-    """The slowest link inside the host: NVL, PIX, PXB, PHB or SYS; LOC with one GPU."""
+    """The slowest link inside the host: NVL, PIX, PXB, PHB or SYS; LOC if there is one GPU."""
     inter_type: str
     gpus: frozenset[int]
 
@@ -209,7 +213,7 @@ class NcclGraph:
 
 
 def parse_graphs(text: str) -> list[NcclGraph]:
-    """Return the graphs in a graph file. Raises ValueError for any other text."""
+    """Return the graphs in a graph file. Raises ValueError if the text is invalid."""
     return [
         NcclGraph(
             _GRAPHS.get(int(graph.get("id", "-1")), f"graph {graph.get('id')}"),
@@ -244,7 +248,7 @@ def _warnings(result: NcclRank) -> list[str]:
 
 
 def cure_of(*messages: str) -> str:
-    """Return the cure for the first message that is known ("" if no message is known)."""
+    """Return the cure of the first message that matches in known_errors.toml ("" if none does)."""
     known = KNOWN_ERRORS["nccl_warning"].items()
     cures = (cure for text in messages for pattern, cure in known if re.search(pattern, text))
     return next(cures, "")
@@ -304,7 +308,7 @@ def transports(cluster: Cluster) -> Findings:
             machines = [cluster.machines[host] for host in hosts]
             problems.append(_problem_between_hosts(connection, machines))
     yield from _merge(problems)
-    # NET/IB/0, NET/IB/1 … are the same transport through different NICs.
+    # NET/IB/0, NET/IB/1 … are the same transport through different NICs: count them together.
     names = Counter(
         re.sub(r"/\d+(\(\d+\))?", "", "+".join(sorted(connection.transports)))
         for connection in found
@@ -314,7 +318,7 @@ def transports(cluster: Cluster) -> Findings:
 
 
 def _merge(problems: Iterable[Finding | None]) -> Findings:
-    """Merge findings that differ only in the pair of ranks or GPUs. None is no finding."""
+    """Merge findings that differ only in the pair of ranks or GPUs. None entries are ignored."""
     pairs_of: dict[Finding, list[str]] = {}
     for problem in problems:
         if problem is not None:
@@ -328,7 +332,7 @@ def _merge(problems: Iterable[Finding | None]) -> Findings:
 
 
 def _variables_set(machine: Machine, *names: str) -> str:
-    """Return the variables among `names` that are set, as text."""
+    """Return the variables among `names` that are set, joined by "and"."""
     return " and ".join(name for name in names if name in settings(machine))
 
 
@@ -354,7 +358,11 @@ def _problem_inside_host(connection: NcclConnection, topology: Topology) -> Find
 
 
 def _has_peer_access(link: Link, topology: Topology) -> bool:
-    """Return whether NCCL should use P2P: NVLink, or a PCIe switch with peer access."""
+    """Return whether NCCL should use P2P between two GPUs.
+
+    NCCL should use P2P if NVLinks connect the GPUs, or if PCIe switches connect the GPUs and the
+    driver allows peer access.
+    """
     if link.nvlinks:
         return True
     if link.link_class not in ("PIX", "PXB"):
@@ -385,7 +393,7 @@ def _problem_between_hosts(
 
 
 def _read_dump(cluster: Cluster, host: int, name: str, parse: Callable[[str], Dump]) -> Dump:
-    """Parse a dump file of the first rank of a host. Raises Skip if that is not possible."""
+    """Parse the dump file of a host's first rank. Raises Skip if the file is missing or invalid."""
     texts = [getattr(each, name) for each in _finished(cluster) if each.host == host]
     text = next(filter(None, texts), "")
     if not text:
@@ -435,7 +443,8 @@ def _compare_link(machine: Machine, link: Link, a: NcclGpu, b: NcclGpu) -> Itera
         observed = f"NCCL's topology has {found} NVLinks"
         expected = f"{link.nvlinks} NVLinks, as tutti topo shows"
         yield (fail if found < link.nvlinks else warn)(scope, observed, expected)
-    # A topology file replaces the PCIe paths of /sys, and virtual machines hide them.
+    # NCCL_TOPO_FILE replaces the PCIe paths in /sys, and virtual machines hide these paths. In both
+    # cases, the paths cannot be compared.
     if machine.is_virtual or "NCCL_TOPO_FILE" in settings(machine):
         return
     expected_path = _PATH_THROUGH.get(link.pci_class)
@@ -447,7 +456,7 @@ def _compare_link(machine: Machine, link: Link, a: NcclGpu, b: NcclGpu) -> Itera
 def _compare_nics(machine: Machine, nets: Sequence[NcclNet]) -> Iterator[Finding]:
     """Compare the NICs that NCCL uses with the active RDMA ports."""
     active = {port.device: port for port in machine.rdma if port.state == "ACTIVE"}
-    # NCCL joins the ports of one card: mlx5_0+mlx5_1.
+    # NCCL combines the ports of one card and joins their names: mlx5_0+mlx5_1.
     nets_of = {name: net for net in nets for name in net.name.split("+")}
     missing = sorted(set(active) - set(nets_of))
     selected = _variables_set(
@@ -487,7 +496,7 @@ def channels(cluster: Cluster, host: int) -> Findings:
 
 
 def describe(cluster: Cluster) -> dict[str, Any] | None:
-    """Return what NCCL reported, for --json (None if NCCL was not started)."""
+    """Return NCCL's report for --json, or None if NCCL was not started."""
     results = cluster.probes.nccl
     if results is None:
         return None

@@ -34,18 +34,18 @@ def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
     """Return the interfaces that the value of a *_SOCKET_IFNAME variable selects.
 
     gloo accepts exact names. NCCL accepts name prefixes; a leading `=` selects exact names, and a
-    leading `^` excludes the names.
+    leading `^` excludes the listed interfaces.
     """
     if variable == "GLOO_SOCKET_IFNAME":
         return [nic for nic in nics if nic.name in value.split(",")]
     exclude, value = value.startswith("^"), value.removeprefix("^")
     found = [nic for nic in nics if _matches(nic.name, value) is not exclude]
-    # If names are excluded, NCCL still avoids loopback and docker interfaces.
+    # With `^`, NCCL also excludes loopback and docker interfaces.
     return [nic for nic in found if not _is_internal(nic)] if exclude else found
 
 
 def _matches(device: str, value: str) -> bool:
-    """Return whether a list of names (after `=`) or of name prefixes contains a device."""
+    """Return whether `value` names a device: `=a,b` lists names, and `a,b` lists name prefixes."""
     names = [name for name in value.removeprefix("=").split(",") if name]
     return device in names if value.startswith("=") else device.startswith(tuple(names))
 
@@ -135,8 +135,8 @@ def interface_choice(cluster: Cluster, host: int) -> Findings:
 
 @cluster_check("network.mtu")
 def mtu(cluster: Cluster) -> Findings:
-    # Groups of MTUs that must be equal, by (host, interface). The RoCE ports of one host form a
-    # group. The interfaces of all hosts that have the same name also form a group.
+    # Each group contains MTUs that must be equal, keyed by (host, interface). There is a group for
+    # the RoCE ports of each host, and a group for each interface name with the MTUs of all hosts.
     groups: dict[str, dict[tuple[str, str], int]] = {}
     for machine in cluster.machines:
         roce = {p.netdev for p in machine.rdma if p.link_layer == "Ethernet" and p.netdev}
@@ -149,7 +149,7 @@ def mtu(cluster: Cluster) -> Findings:
     if all(len(group) < 2 for group in groups.values()):
         raise Skip("one host: nothing to compare")
     for others, group in groups.items():
-        # The most common value is expected. If several are equally common, the largest is expected.
+        # The most common MTU is expected, or the largest of several equally common MTUs.
         counts = Counter(group.values())
         usual = max(counts, key=lambda value: (counts[value], value))
         for (host, name), value in group.items():
@@ -274,7 +274,8 @@ def port_rate(cluster: Cluster) -> Findings:
 def _card_kind(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
     """Return a key that is equal for ports of the same kind of card.
 
-    A management card, for example, has another driver or a PCIe link of another width.
+    The rates of different kinds of cards are not compared. A management card, for example, has
+    another driver or a PCIe link of another width.
     """
     device = machine.pci_device(port.pci_address)
     if device is None or device.link is None:

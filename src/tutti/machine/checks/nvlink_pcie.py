@@ -6,8 +6,8 @@ from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.pci import PciDevice
 from tutti.machine.recording import Machine
 
-# Boards with a fixed number of NVLinks. PCIe cards are not listed: they have NVLinks only if an
-# NVLink bridge is installed.
+# Part of the GPU's name → NVLinks per GPU, for boards on which this number is fixed. PCIe cards are
+# not listed: they have NVLinks only if an NVLink bridge is installed.
 _BOARD_LINKS = {"V100-SXM": 6, "A100-SXM": 12, "H100 80GB HBM3": 18, "B200": 18}
 
 
@@ -18,7 +18,8 @@ def active_nvlinks(machine: Machine) -> Findings:
     expected, source = max(active.values()), "as on other GPUs"
     for gpu, _ in nvlinks:
         for board, links_of_board in _BOARD_LINKS.items():
-            # A virtual machine with a single GPU of such a board may have no NVLinks.
+            # A single GPU is not compared with its board: in a virtual machine, it may have no
+            # NVLinks.
             if board in gpu.name and links_of_board > expected and len(nvlinks) > 1:
                 expected, source = links_of_board, f"as every {gpu.name} has"
     if expected == 0:
@@ -170,7 +171,7 @@ def pcie_errors(machine: Machine) -> Findings:
 
 
 def _peers_use_pcie(machine: Machine) -> bool:
-    """Return whether GPUs without NVLink exchange data over PCIe, or RDMA NICs read GPU memory."""
+    """Return whether data between GPUs, or between GPUs and RDMA NICs, goes over PCIe."""
     linked = all(gpu.active_nvlinks for gpu in machine.accelerators)
     return (len(machine.accelerators) > 1 and not linked) or machine.has_rdma
 

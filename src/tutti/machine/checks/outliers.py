@@ -2,7 +2,7 @@
 
 Facts such as versions are compared with the most common value. Slow devices and links are found
 with the median and the median absolute deviation (MAD), because a single slow value hardly changes
-either of the two.
+the median or the MAD.
 """
 
 import math
@@ -25,7 +25,7 @@ Facts = dict[str, str]
 def _differences(
     cluster: Cluster, read_facts: Callable[[Machine], Facts], must_agree: Sequence[str] = ()
 ) -> Findings:
-    """Yield a finding for each fact and each group of ranks or hosts with an uncommon value.
+    """Yield a finding for each fact and for each group of ranks or hosts with an uncommon value.
 
     A difference in a fact of `must_agree` is a failure; other differences are warnings.
     """
@@ -130,18 +130,18 @@ def one_gpu_per_rank(cluster: Cluster) -> Findings:
 
 # --- slow outliers -------------------------------------------------------------------------------
 
-# Modified z-score of Iglewicz and Hoaglin. For a normal distribution, the MAD is 0.6745 times the
-# standard deviation.
+# A value is an outlier if its modified z-score (Iglewicz and Hoaglin) is above 3.5. For a normal
+# distribution, the MAD is 0.6745 times the standard deviation.
 _Z_SCORE, _MAD_OF_NORMAL = 3.5, 0.6745
 # A value within 10 % of the median is never reported, even if all other values are nearly equal.
 MIN_DIFFERENCE = 0.10
 # With only three or four values, one disturbed value can widen the MAD so much that no value counts
 # as an outlier. Therefore a value below a quarter of the median always counts as an outlier.
 _ALWAYS_SLOW = 0.25
-# With two values there is no majority. A value is reported only if it is below half of the other.
+# Two values have no majority. A value is reported only if it is below half of the other value.
 _SLOW_OF_TWO = 0.5
-# An outlier below half of the usual speed is broken (fail). A faster outlier may only be disturbed
-# by other load (warn).
+# An outlier below half of the usual speed is a failure. A faster outlier is a warning, because
+# other load may have caused it.
 _BROKEN = 0.5
 # The speed of one TCP stream also depends on the CPUs of both hosts, so a difference of up to 20 %
 # is not attributed to the link.
@@ -151,8 +151,8 @@ _MIN_LINK_DIFFERENCE = 0.2
 def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFERENCE) -> list[str]:
     """Return the names of the values that are too low compared with the others, lowest value first.
 
-    Deviations are computed on logarithms, because speeds differ by factors. A link at 1 % of the
-    usual speed is found even if the speeds of the healthy links differ by half.
+    Deviations are computed on logarithms, because speeds differ by factors, not by amounts. A link
+    at 1 % of the usual speed is found even if the speeds of the healthy links differ by 50 %.
     """
     if len(values) <= 2:
         best = max(values.values(), default=0)
@@ -174,8 +174,8 @@ def slow_links(
     """Return the hosts whose links are all slow, and the slow links between the other hosts.
 
     Hosts are compared before links, because the links of one slow host may be the majority of all
-    links. A host is compared by its best outgoing link and its best incoming link. If only one link
-    is slow, the best links of both its hosts are still fast, so the link is reported and not a
+    links. The comparison uses the best outgoing link and the best incoming link of each host. If a
+    host has only one slow link, its best links are still fast, so the link is reported and not the
     host.
     """
     hosts_of = {
@@ -211,7 +211,10 @@ def _by_kind(rates: Sequence[MeasuredRate]) -> dict[str, list[MeasuredRate]]:
 def _slow_finding(
     scope: str, value: float, usual: float, observed: str, expected: str, host: str = ""
 ) -> Finding:
-    """Return a finding about a slow device or link. Below half of the usual speed, it is a fail."""
+    """Return a finding about a slow device or link.
+
+    It is a failure if `value` is below half of `usual`, and otherwise a warning.
+    """
     return (fail if value < _BROKEN * usual else warn)(scope, observed, expected, host=host)
 
 
@@ -272,7 +275,7 @@ def link_rates(cluster: Cluster) -> Findings:
         observed = f"every link of this host is slow, down to {format_rate(low)}"
         expected = f"about {format_rate(usual)}, as between other hosts"
         yield _slow_finding("machine", low, usual, observed, expected, cluster.machines[host].host)
-    # List outliers first, by rate, then links that are slow compared with their interfaces.
+    # Report outliers before links that are slow only compared with the speed of their interfaces.
     for rate in sorted(rates, key=lambda rate: (rate.name not in slow, rate.value)):
         src, dst = rate.name.split("-")
         pair = frozenset((src, dst))
@@ -304,8 +307,9 @@ def link_rates(cluster: Cluster) -> Findings:
 def _min_acceptable_rate(cluster: Cluster, src: int, dst: int) -> float:
     """Return the lowest acceptable rate between two hosts in bytes per second.
 
-    It is a tenth of the slower interface's speed, but at most 100 MB/s, or 0 if a speed is unknown.
-    Even a slow CPU reaches 100 MB/s on one stream, and no protocol uses 90 % of a link as overhead.
+    This is a tenth of the slower interface's speed, because no protocol has an overhead of 90 %. It
+    is at most 100 MB/s, because even a slow CPU can send 100 MB/s over one TCP stream. It is 0 if
+    the speed of an interface is unknown.
     """
     speeds = []
     for machine in (cluster.machines[src], cluster.machines[dst]):

@@ -32,7 +32,7 @@ Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
-    """Return a probe of compute speed. Its rate is in FLOP/s."""
+    """Probe of compute speed. Its amount of work is in FLOPs."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     a, b = (
@@ -43,7 +43,7 @@ def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], fl
 
 
 def memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
-    """Return a probe of memory bandwidth. Its rate is in bytes read plus written per second."""
+    """Probe of memory bandwidth. Its amount of work is the bytes read plus the bytes written."""
     count = 1 << 28 if device.type == "cuda" else 1 << 24  # 1 GiB or 64 MiB
     source = torch.arange(count, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
@@ -91,7 +91,7 @@ def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
 
 
 def _rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
-    """Return the measured rate. An error, such as out of memory, is a part of the result."""
+    """Return the measured rate. If the probe fails (out of memory), the rate has an `error`."""
     try:
         work, amount, probe_name = probe(device)
         reference = work().clone()
@@ -128,7 +128,7 @@ def copy_between_gpus(
 ) -> tuple[GpuCopy, ...]:
     """Return the results of copies between all pairs of GPUs of this host, in both directions.
 
-    `command` is for tests.
+    `command` starts the process that copies. Only tests set it.
     """
     lines, code = run_with_timeout(command or [sys.executable, "-m", __name__], seconds)
     return parse_copies(lines, code)
@@ -137,7 +137,8 @@ def copy_between_gpus(
 def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
     """Return the copies that the output of the copy process describes.
 
-    If a pair was started but not finished, its copy hung (`code` is None) or the process crashed.
+    If the output contains a pair without a result, the copy of this pair hung (`code` is None) or
+    crashed the process (`code` is the exit code).
     """
     found: dict[tuple[int, int], GpuCopy] = {}
     for line in lines:
@@ -156,7 +157,7 @@ def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
 
 
 class WatchedProcess:
-    """A process in its own process group. A file collects its standard output and error."""
+    """A process in a new process group. Its standard output and error go to a temporary file."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -176,7 +177,7 @@ class WatchedProcess:
         return None
 
     def close(self) -> list[str]:
-        """Return the lines of output. A process that is still running is killed with its group."""
+        """Return the lines of output. If the process is still running, kill its group."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -192,7 +193,7 @@ def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str],
     code = None
     try:
         code = process.wait(seconds)
-    finally:  # also if the user interrupts the doctor
+    finally:  # also if the user interrupts `tutti doctor`
         lines = process.close()
     return lines, code
 
@@ -220,7 +221,7 @@ def main() -> None:
 
 def _copy(source: torch.Tensor, pattern: torch.Tensor, dst: int) -> tuple[float, bool]:
     """Return (GB/s of the fastest of five copies, whether all five copies arrived unchanged)."""
-    expected = pattern.to(f"cuda:{dst}")  # this copy goes through host memory
+    expected = pattern.to(f"cuda:{dst}")  # copied from host memory, not from a GPU
     target = torch.zeros_like(expected)
     fastest, same = float("inf"), True
     for _ in range(_ATTEMPTS):

@@ -25,11 +25,11 @@ from tutti.machine.checks.probe_devices import WatchedProcess
 from tutti.machine.checks.probe_network import Peers
 
 _SECONDS = 90.0
-# After one rank has failed, the other ranks would wait until the timeout. They get a few seconds
-# to report a failure of their own.
+# After one rank has failed, the other ranks would wait until the timeout. Instead they are killed
+# after this time, in which they can still report a failure of their own.
 _SECONDS_AFTER_FAILURE = 5.0
 _COUNT = 100_003
-# With more ranks, only the all_reduce runs, because an all_to_all would connect all pairs of ranks.
+# With more ranks than this, there is no all_to_all, because it would connect all pairs of ranks.
 _MAX_RANKS_ALL_PAIRS = 64
 
 
@@ -42,7 +42,7 @@ def start_nccl(
     """Start a communicator over all ranks, or over all GPUs if there is only one rank.
 
     All ranks must call this function; every rank gets the results of all ranks. `command` starts
-    one rank; tests replace it.
+    the process of one rank. Only tests set it.
     """
     size = len(peers.hosts)
     if size == 1:
@@ -73,7 +73,7 @@ def start_nccl(
 
 
 def _nccl_variables(folder: Path, rank: int, dumps: bool) -> dict[str, str]:
-    """Return the variables with which NCCL writes its log and (if `dumps`) its dump files."""
+    """Return the variables that make NCCL write its log and, if `dumps`, its dump files."""
     variables = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM",
@@ -92,9 +92,9 @@ def _run_ranks(
     store: dist.Store,
     seconds: float,
 ) -> dict[int, tuple[list[str], int | None, bool]]:
-    """Run the ranks of this process until all have ended, the timeout, or a failure of any rank.
+    """Run the ranks of this process until they end, the time is over, or any rank has failed.
 
-    Return for each rank the lines of output, the exit code (None if the process was killed), and
+    For each rank, return the lines of output, the exit code (None if the process was killed), and
     whether the process was killed because another rank failed.
     """
     processes: dict[int, WatchedProcess] = {}
@@ -105,7 +105,7 @@ def _run_ranks(
             processes[rank] = WatchedProcess(command, environments[rank])
         while True:
             codes = {rank: process.wait(0.05) for rank, process in processes.items()}
-            with suppress(RuntimeError):  # the store ends with the process of rank 0
+            with suppress(RuntimeError):  # rank 0 has ended, and with it the store
                 if any(codes.values()):
                     store.set("failed", "")
                 if not failed and store.check(["failed"]):
@@ -113,7 +113,7 @@ def _run_ranks(
                     deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
             if None not in codes.values() or time.monotonic() > deadline:
                 break
-    finally:  # also if the user interrupts the doctor
+    finally:  # also if the user interrupts `tutti doctor`
         lines = {rank: process.close() for rank, process in processes.items()}
     return {rank: (lines[rank], codes[rank], failed) for rank in processes}
 
@@ -164,11 +164,12 @@ def _read_result(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank: `BACKEND RANK SIZE ADDRESS PORT GPU`. Prints each stage before it begins.
+    """Run one rank. The arguments are BACKEND RANK SIZE ADDRESS PORT GPU.
 
-    The output therefore shows in which stage the process hung or crashed. Tests use backend gloo.
+    The process prints the name of each stage before the stage begins. The output therefore shows in
+    which stage the process hung or crashed. Tests use the backend gloo.
     """
-    signal.alarm(int(_SECONDS) + 30)  # ends this process if the doctor was killed
+    signal.alarm(int(_SECONDS) + 30)  # ends this process if `tutti doctor` was killed
     backend, rank, size, address, port, gpu = arguments
     try:
         _run_rank(backend, int(rank), int(size), address, int(port), int(gpu))
@@ -204,11 +205,12 @@ def _run_rank(backend: str, rank: int, size: int, address: str, port: int, gpu: 
         rank=rank,
         world_size=size,
         timeout=limit,
-        # With a device, NCCL creates the communicator now and not at the first collective.
+        # With a device_id, NCCL creates the communicator now, not at the first collective.
         device_id=device if device.type == "cuda" else None,
     )
     begin("all_reduce", init_s=seconds())
-    # Integers below 2^24: float32 sums of them are exact in any order.
+    # All sums are integers below 2^24, which float32 represents exactly, so the result does not
+    # depend on the order of the additions.
     index = torch.arange(_COUNT, device=device) % 1000
     value = (index + rank).float()
     dist.all_reduce(value)

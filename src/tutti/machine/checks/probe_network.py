@@ -33,7 +33,7 @@ _ROUND_TRIPS = 32
 # A first small transfer estimates the rate. The size of the measured transfer is then chosen so
 # that the transfer takes about 40 ms.
 _FIRST_BYTES, _MAX_BYTES, _TRANSFER_SECONDS = 1 << 18, 1 << 26, 0.04
-# In a world with more ranks, only one rank per host measures the links to other hosts.
+# In a world with more ranks than this, only one rank per host measures links to other hosts.
 _MAX_RANKS_ALL_PAIRS = 8
 _ROUNDS, _REPEATS_OF_SLOW = 3, 3
 
@@ -49,7 +49,7 @@ class Peers:
     hosts: Sequence[int]
     """The host index of each rank. Hosts are numbered in the order of their lowest rank."""
     gather: Callable[[Any], list[Any]]
-    """Returns the JSON values of all ranks, in rank order. The call is also a barrier."""
+    """A function that all-gathers JSON values, in rank order. The call is also a barrier."""
     address: str = "127.0.0.1"
     """The address at which other ranks can reach this rank."""
 
@@ -82,7 +82,7 @@ class Endpoint:
 
 
 class ProbeServer(socketserver.ThreadingTCPServer):
-    """Answers probe requests, each connection in its own thread, until close() is called."""
+    """A server that answers probe requests until close() is called, with a thread per client."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -126,7 +126,7 @@ class _RequestHandler(socketserver.StreamRequestHandler):
 
 
 class ProbeClient(contextlib.ExitStack):
-    """A connection to the probe server of another rank. A `with` statement closes it."""
+    """A connection to the probe server of a rank. A `with` statement closes the connection."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__()
@@ -146,8 +146,9 @@ class ProbeClient(contextlib.ExitStack):
     def clock_offset(self) -> tuple[float, float]:
         """Return (lead of the server's clock over this host's clock, round-trip time).
 
-        Both are in seconds. Cristian's algorithm: take the fastest of 32 round trips and assume
-        that the server read its clock halfway through. The error is at most half the round trip.
+        Both values are in seconds. Cristian's algorithm takes the fastest of 32 round trips and
+        assumes that the server read its clock in the middle of the round trip. The error of the
+        lead is at most half the round-trip time.
         """
         best = (0.0, float("inf"))
         for _ in range(_ROUND_TRIPS):
@@ -175,7 +176,7 @@ class ProbeClient(contextlib.ExitStack):
             _receive_bytes(self._file, size)
         else:
             _send_bytes(self._socket, size)
-            _read_exactly(self._file, 1)  # the server has received the last byte
+            _read_exactly(self._file, 1)  # wait until the server has received the last byte
         return time.perf_counter() - start
 
     def _request(self, kind: str, size: int = 0) -> None:
@@ -205,7 +206,7 @@ def _receive_bytes(stream: BufferedIOBase, size: int) -> None:
 
 
 def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connection, ...]:
-    """Return the result of connecting every host to every other host, all at the same time."""
+    """Connect every host to every other host, all at the same time, and return the results."""
 
     def connect(rank: int) -> Connection:
         return Connection(peers.host, peers.hosts[rank], connection_error(endpoints[rank]))
@@ -237,7 +238,7 @@ def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[
     found: list[ClockOffset] = []
     for rank in peers.first_ranks[1:]:
         if peers.rank == rank:
-            # The check network.calls reports hosts that cannot connect.
+            # Errors are ignored here: the check network.calls reports hosts that cannot connect.
             with contextlib.suppress(OSError), ProbeClient(endpoints[0]) as client:
                 client.hello()
                 ahead, round_trip = client.clock_offset()
@@ -249,11 +250,11 @@ def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[
 def measure_links(
     peers: Peers, endpoints: Sequence[Endpoint], connections: Sequence[Connection] = ()
 ) -> tuple[MeasuredRate, ...]:
-    """Return the best rate of several rounds of each link between ranks, in both directions.
+    """Return the rates of the links between ranks, in both directions.
 
-    Slow links are measured again: interference rarely hits the same link twice, whereas a faulty
-    link stays slow. Pairs of hosts that cannot connect are left out, because the check
-    network.calls already reports them.
+    The rate of a link is the best of several rounds. Slow links are measured again: interference
+    rarely hits the same link twice, whereas a faulty link stays slow. Pairs of hosts that cannot
+    connect are left out, because the check network.calls already reports them.
     """
     hosts = peers.hosts
     disconnected = {frozenset((c.src, c.dst)) for c in connections if c.error is not None}
@@ -314,7 +315,7 @@ def _measure_pairs(
 
 
 def concurrent_pairs(pairs: Pairs, hosts: Sequence[int]) -> list[Pairs]:
-    """Return groups of the pairs in which no host takes part in two pairs."""
+    """Divide pairs into groups to measure at the same time: a group has each host at most once."""
     rest, groups = list(pairs), []
     while rest:
         busy: set[int] = set()
