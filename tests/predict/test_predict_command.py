@@ -44,7 +44,8 @@ def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
     assert int(last["step"]) == summary["steps"] - 1
     assert float(last["test_accuracy"]) == summary["test_accuracy"]
     evaluated = run_tutti("train", "--evaluate-only", "--resume", "--out", trained)
-    assert evaluated.stdout.startswith(f"step {score['step']}: {line[:-1]} of "), evaluated.stderr
+    expected = f"step {score['step']}: {line[:-1]}, mean over "
+    assert evaluated.stdout.startswith(expected), evaluated.stderr
     assert done.stdout.startswith(line)
     rows = [json.loads(each) for each in (trained / "predictions-test.jsonl").open()]
     assert [row["index"] for row in rows] == list(range(len(rows))) and len(rows) == 360
@@ -54,7 +55,7 @@ def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
 def test_two_ranks_write_the_same_bytes_as_one_also_for_an_earlier_step(
     trained: Path, tmp_path: Path
 ) -> None:
-    common = ["--run", trained, "--step", "30", "--split", "train", "--limit", "101"]
+    common = ["--run", trained, "--checkpoint", "30", "--split", "train", "--limit", "101"]
     common += ["--batch", "7"]
     one = predict(*common, "--out", tmp_path / "one.jsonl")
     two = predict(*common, "--out", tmp_path / "two.jsonl", "--ranks", "2")
@@ -143,7 +144,10 @@ def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run nowhere", "--run nowhere does not exist"),
         ("--run other", "--run other has no recipe.toml"),
         ("--run young", "--run young has no checkpoint yet"),
-        ("--run run --step 7", "run has no checkpoint of --step 7: use 5, 6"),
+        ("--run run --checkpoint 7", "run has no --checkpoint 7: use 5, 6, best or last"),
+        ("--run run --checkpoint best", "has a score, which --keep-best saves: use last"),
+        ("--run run --checkpoint first", "--checkpoint must be best, last or a step"),
+        ("--run run --ema", "was trained without --ema"),
         ("--run run --layout tp2", "layout tp2 needs 2 ranks, but this world has 1"),
         ("--run run --tokens 3", "--tokens has no effect without --prompt"),
         ("--run run --limit 0", "--limit must be at least 1, got 0"),
@@ -177,7 +181,7 @@ def test_an_error_on_all_ranks_is_printed_once(trained: Path) -> None:
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(tmp_path: Path) -> None:
     run = gpt_run(tmp_path)
-    older = predict("--run", run, "--step", "5").stdout.splitlines()[0]
+    older = predict("--run", run, "--checkpoint", "5").stdout.splitlines()[0]
     file = run / "checkpoints" / "step-00000006" / "rank0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     done = predict("--run", run)

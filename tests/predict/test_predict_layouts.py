@@ -31,7 +31,7 @@ def _predict_all(world: tutti.World, cases: list[list[str]]) -> list[Any]:
 
 def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
     """Return the lines of the file, the score, and the texts."""
-    saved = TrainedRun.open(run, None, None)
+    saved = TrainedRun.open(run, "last", None, None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
         selected = {"split": "train", "limit": WINDOWS - 1, "batch": 4}

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import tutti
+from tiny_models import SIZES, save_tokenizer, save_tokens
 from tutti.world.errors import UsageError
 from worlds import in_world, run_tutti
 
 pytestmark = pytest.mark.timeout(300)
 
 SEQ_LEN, BATCH, STEPS = 16, 8, 20
-SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="session")
@@ -44,24 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Several files, and one file.
         model.save_pretrained(path / name, max_shard_size="20KB" if name == "llama" else "1GB")
         save_tokenizer(path / name)
-    words = ("the cat sat on a mat", "and then it went away", "to the house")
-    text = " ".join(words[number % 11 % len(words)] for number in range(7, 7000, 7))
-    for name in ("train.bin", "test.bin"):
-        (path / name).write_bytes(text.encode())
-    (path / "tokens.json").write_text('{"dtype": "uint8", "vocabulary": 256}')
+    save_tokens(path)
     return path
-
-
-def save_tokenizer(path: Path) -> None:
-    """Save a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
 def recipe_of(folder: Path, name: str, layout: str, steps: int, init_from: str = "") -> Any:
@@ -189,7 +172,10 @@ def test_layouts_start_with_the_loss_of_transformers_learn_and_are_exported(
     for flags, words in (
         (["--run", str(shard2), "--to", str(to)], "is not empty"),
         (["--run", str(tmp_path / "none"), "--to", str(tmp_path / "b")], "does not exist"),
-        (["--run", str(shard2), "--to", str(tmp_path / "b"), "--step", "7"], "--step 7"),
+        (
+            ["--run", str(shard2), "--to", str(tmp_path / "b"), "--checkpoint", "7"],
+            "--checkpoint 7",
+        ),
     ):
         with pytest.raises(UsageError, match=words):
             export(flags)

@@ -191,15 +191,39 @@ def test_out_of_memory_while_the_model_is_created_or_updated(tmp_path: Path) -> 
     assert found["memory"]["parameters"] == found["memory"]["gradients"] == 256 << 20
 
 
+def test_out_of_memory_in_lr_find_is_explained_and_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    words = ["train", "--lr-find", "20", "--model", "mine:wide", "--dataset", "mine:wide_samples"]
+    for megabytes, phase in ((150, "while the model was created"), (800, "in the optimizer step")):
+        env = {"MORE_MB": str(megabytes)}
+        done = run_tutti(*words, "--batch", "2", "--device", "cpu", env=env, cwd=tmp_path)
+        assert done.returncode == 2 and phase in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.gpu
+@pytest.mark.timeout(600)
 def test_out_of_memory_on_a_gpu(tmp_path: Path) -> None:
-    flags = ["--model", "mine:make", "--dataset", "mine:samples", "--batch", "4096"]
-    text, summary = train(tmp_path, 400, "first", *flags, device="cuda", code=2)
-    found = summary["out_of_memory"]
-    assert found["rank"] == 0 and found["file"] == "mine.py" and found["asked"] > 0
-    assert found["memory"]["activations"] > 100 << 20
-    fitting = [change["flags"] for change in found["changes"] if change["fits"]]
-    assert fitting and fitting[0] in text
-    _, summary = train(tmp_path, 400, "cured", *flags, *fitting[0].split(), device="cuda")
-    row = summary["memory"]["ranks"][0]
-    assert sum(row[part] for part in PARTS) == row["total"] <= 400 << 20
+    """One rank, and two ranks on one GPU of which only rank 1 has a limit."""
+    line = next(n for n, row in enumerate(MODEL.splitlines(), 1) if "asks for memory" in row)
+    model = ["--model", "mine:make", "--dataset", "mine:samples", "--batch", "4096"]
+    two = ["--ranks", "2", "--ranks-per-gpu", "2", "--layout", "dp2"]
+    for name, flags, rank in (("one", model, 0), ("two", [*model, *two], 1)):
+        text, summary = train(tmp_path, 400, f"{name}-first", *flags, device="cuda", code=2)
+        found = summary["out_of_memory"]
+        assert (found["rank"], found["file"]) == (rank, "mine.py")
+        assert found["operation"] == "torch.sin" and found["line"] == line
+        assert found["asked"] == 4096 * 1024 * F32
+        assert found["memory"]["activations"] > 100 << 20
+        assert sum(found["memory"][part] for part in PARTS) == found["memory"]["total"]
+        assert f"mine.py:{line}" in text and "Traceback" not in text
+        fitting = [change["flags"] for change in found["changes"] if change["fits"]]
+        assert fitting
+        for number, change in enumerate(fitting):
+            assert change in text
+            out = f"{name}-cured{number}"
+            _, summary = train(tmp_path, 400, out, *flags, *change.split(), device="cuda")
+            row = summary["memory"]["ranks"][rank]
+            assert summary["steps"] == 2
+            assert sum(row[part] for part in PARTS) == row["total"] <= 400 << 20

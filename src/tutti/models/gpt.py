@@ -100,7 +100,7 @@ class Rotary(nn.Module):
     def init_weights(self) -> None:
         """Fill the tables with angles computed in float64.
 
-        float32 represents numbers above 1000 with only about three decimal places.
+        In float32, an angle above 1000 would be exact to only about three decimal places.
         """
         length, half = self.cos.shape
         exponents = torch.arange(half, dtype=torch.float64, device="cpu") / half

@@ -131,7 +131,10 @@ def saved_tensors(path: Path) -> dict[str, SavedTensor]:
         tensors: dict[str, SavedTensor] = {}
         for file in sorted({str(file) for file in weight_map.values()}):
             if Path(file).name != file:
-                raise ModelError(f"{path / _INDEX} names the file {file}, outside of the folder")
+                raise ModelError(
+                    f"{path / _INDEX} names the file {file}, which is outside of the folder: copy "
+                    f"{_INDEX} again"
+                )
             if not (path / file).is_file():
                 raise ModelError(
                     f"{path / file} is missing, but {_INDEX} names it: copy the file again"
@@ -336,7 +339,7 @@ def tensor_sources(
         for name, shape in parts.shapes().items():
             shapes[name] = (str(parts.saved[0][1].file), shape)
             sources[name] = _one_of(parts, name)
-    for tied in tied_names(model).values():  # files have only one of these names
+    for tied in tied_names(model).values():  # the files contain a tied tensor under one name only
         source = next((sources[name] for name in tied if name in sources), None)
         if source is not None:
             sources |= {name: source for name in tied if name not in sources}
@@ -371,9 +374,9 @@ def saved_form(
 ) -> "Callable[[str, Tensor], Mapping[str, Tensor]] | None":
     """Return a function that converts a tensor of the model to the tensors that transformers saves.
 
-    Return None, so that tensors are saved as they are in the model, if transformers saves the same
-    tensors, or if its conversion needs several tensors at once. In the second case, from_pretrained
-    can also read the tensors as they are in the model.
+    None means that tensors are saved as they are in the model. This is the case if transformers
+    does the same, or if its conversion needs several tensors at once. In the second case,
+    from_pretrained can also read the tensors as they are in the model.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion

@@ -1,14 +1,16 @@
 """Generate text from prompts with a GPT under any layout.
 
     dp     each data rank has its own prompts
-    shard  a block gathers its parameters in forward, so all data ranks run equally many forwards
+    shard  a block gathers its parameters in forward, so all data ranks must run the same number of
+           forward passes
     tp     each rank has some of the heads, with their keys and values; logits are gathered
     pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
 
 In each data-parallel replica, one rank (the sampling rank) has the logits. This rank picks the
-tokens and broadcasts them to the replica.
-A text longer than the model's context uses a sliding window, which advances by half of the context
-whenever the context is full. Then the model processes the remaining half again.
+tokens and broadcasts them to the other ranks of the replica.
+
+A text may be longer than the model's context. Whenever the context is full, its first half is
+dropped, and the model processes the second half again, which refills the key-value cache.
 """
 
 import json
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tutti import comm
@@ -29,10 +31,16 @@ from tutti.data.dataset_files import BYTE_VOCABULARY_SIZE
 from tutti.data.sampler import hash_integers
 from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT, KVCache
+from tutti.models.lora_layers import (
+    AdapterFolder,
+    LoraOptions,
+    add_adapters,
+    check_adapter_fits,
+)
 from tutti.models.pretrained import HuggingFaceFolder, end_tokens, load_tokenizer
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
-from tutti.parallel.materialize import ModuleInit
+from tutti.parallel.materialize import AdapterWeights, ModuleInit, Weights
 from tutti.predict.predict_dataset import TrainedRun, gather_text, place_model
 from tutti.train.checkpoint import Loaded
 from tutti.train.init import agree, build_meta_model
@@ -65,7 +73,7 @@ class Sampling:
         """
         table = logits.double().cpu().numpy()
         if not np.isfinite(table).all():
-            raise UsageError("the model's logits are not finite: use an earlier --step")
+            raise UsageError("the model's logits are not finite: use an earlier --checkpoint")
         numbers = [uniform(self.seed, prompt, position) for prompt in prompts]
         return [self._draw(row, number) for row, number in zip(table, numbers, strict=True)]
 
@@ -80,7 +88,8 @@ class Sampling:
             scaled = np.where(scaled >= threshold, scaled, -np.inf)
         cumulative = np.exp(scaled).cumsum()
         token = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-        # If rounding makes the product equal to the last sum, the last possible token is used.
+        # Rounding may make the drawn number equal to the total of all weights. Then the last token
+        # with a nonzero weight is used.
         return min(token, int(np.flatnonzero(scaled > -np.inf)[-1]))
 
 
@@ -98,7 +107,7 @@ class TextModel(ABC):
     width: int
     """Width of the hidden states that pipeline stages exchange."""
     ends: Collection[int] = ()
-    """Tokens that end a text."""
+    """The tokens after which generation stops."""
 
     @abstractmethod
     def encode(self, prompt: str, number: int) -> list[int]:
@@ -176,25 +185,48 @@ def place_gpt(
     """Place the run's GPT under a layout, for decoding. All ranks must call this function."""
     with torch.device("meta"):
         model = GPT(config)
-    weights = ModuleInit(model, seed=0)
+    weights: Weights = ModuleInit(model, seed=0)
+    model = model.to(run.dtype)
+    if (lora := run.recipe.lora) is not None:
+        agree(lambda: add_adapters(model, LoraOptions.parse(lora)))
+        weights = AdapterWeights(weights, seed=0)
     tokens = torch.zeros(1, config.max_seq_len, dtype=torch.int64, device=world.device)
-    engine = place_model(model.to(run.dtype), weights, world, layout, tokens, batch=1)
+    engine = place_model(model, weights, world, layout, tokens, batch=1)
     loaded = run.load(engine)
     engine.model.eval()
     return Generator(engine, ByteText(config), run.dtype), loaded
 
 
 def place_hugging_face(
-    world: World, run: TrainedRun, layout: Layout, text: TokenizerText
+    world: World,
+    run: TrainedRun,
+    layout: Layout,
+    text: TokenizerText,
+    adapters: Sequence[AdapterFolder] = (),
 ) -> tuple["Generator", Loaded]:
-    """Place a model of transformers under a layout, for decoding. All ranks must call this."""
+    """Place a Hugging Face model under a layout, for decoding. All ranks must call this function.
+
+    The model gets LoRA layers for the given adapters, but their weights are not loaded.
+    """
     if layout.pp > 1:
         raise UsageError(
-            f"layout {layout}: models of transformers generate without pp: use dp, shard or tp"
+            f"layout {layout}: Hugging Face models cannot generate with pp: use dp, shard or tp"
         )
-    model, weights, notes = agree(
-        lambda: build_meta_model(run.recipe, None, saved_weights=not run.has_checkpoint)
-    )
+
+    def build() -> tuple[nn.Module, Weights, list[str]]:
+        model, weights, notes = build_meta_model(
+            run.recipe, None, saved_weights=not run.has_checkpoint
+        )
+        for adapter in adapters:
+            check_adapter_fits(adapter, model)
+        if adapters:
+            targets = tuple({layer: None for adapter in adapters for layer in adapter.layers})
+            rank = max(adapter.rank for adapter in adapters)
+            add_adapters(model, LoraOptions(rank, rank, targets=targets))
+            weights = AdapterWeights(weights, seed=0)
+        return model, weights, notes
+
+    model, weights, notes = agree(build)
     tokens = torch.zeros(1, 8, dtype=torch.int64, device=world.device)
     engine = place_model(model, weights, world, layout, tokens, batch=1)
     loaded = Loaded(0, run.path, world.size, {}, tuple(notes))
@@ -245,8 +277,8 @@ class Generator:
                 else []
             )
             if self.mesh.layout.shard > 1:
-                # Every data rank must run as many forward passes as the data rank with the longest
-                # batch, because in each pass all data ranks gather parameters from each other.
+                # All data ranks gather parameters from each other in each forward pass. So every
+                # data rank must run as many passes as the data rank that needs the most.
                 lengths = [[len(encoded[i]) for i in numbers] for numbers in scattered]
                 steps = [max(group) + tokens - min(group) for group in lengths]
                 for _ in range(max(steps) - (steps[data_rank] if own_batch else 0)):
@@ -264,8 +296,8 @@ class Generator:
     ) -> list[list[int]]:
         """Complete a batch of prompts, with one cache.
 
-        Generation begins at the end of the shortest prompt, for all rows. Until a longer prompt
-        ends, its own tokens are used in place of the generated tokens.
+        Generation begins for all rows after the last token of the shortest prompt. In the row of a
+        longer prompt, generated tokens are replaced by the prompt's own tokens until it ends.
         """
         lengths = [len(prompt) for prompt in prompts]
         start, end = min(lengths), max(lengths) + tokens
@@ -282,7 +314,8 @@ class Generator:
             for row, length, token in zip(text, lengths, picked, strict=True):
                 if position >= length:
                     row[position] = token
-            # With shard, all data ranks run the same number of forward passes, so none stops early.
+            # With shard, all data ranks must run the same number of forward passes, so no rank
+            # stops early.
             rows = [row[: position + 1].tolist() for row in text]
             if self.mesh.layout.shard == 1 and all(
                 self._ends(row[length:]) or len(row) >= length + tokens
@@ -303,7 +336,7 @@ class Generator:
         return tokens[: ends[0] + 1] if ends else tokens
 
     def _window_start(self, position: int) -> int:
-        """Return the first position of the context from which `position` is predicted."""
+        """Return the first position that is in the context when `position` is predicted."""
         context = self.text.max_seq_len
         hop = context - context // 2
         return 0 if position <= context else -(-(position - context) // hop) * hop

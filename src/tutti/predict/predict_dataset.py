@@ -36,6 +36,7 @@ from tutti.train.init import agree, build_meta_model, load_dataset
 from tutti.train.recipe import RECIPES, Compute, Recipe, with_values
 from tutti.train.run_directory import (
     check_generates_text,
+    checkpoint_step,
     read_trained_run,
     saved_steps,
     step_name,
@@ -47,7 +48,7 @@ from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
-MAX_BATCHES_PER_ROUND = 8  # batches of a rank before rank 0 gathers their lines
+MAX_BATCHES_PER_ROUND = 8  # after this many batches of each rank, rank 0 gathers the lines
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,27 @@ class TrainedRun:
     recipe: Recipe
     step: int | None  # step of the checkpoint; None: the newest complete checkpoint
     has_checkpoint: bool = True  # False: `path` is the folder of --model hf:FOLDER
+    # Whether to load the moving average of the weights. None: load it if the checkpoint has one.
+    ema: bool | None = None
 
     @classmethod
-    def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
-        """Read the recipe, and check that there is a checkpoint."""
-        recipe = read_trained_run(path, step)
+    def open(
+        cls, path: Path, checkpoint: str, precision: Precision | None, ema: bool | None
+    ) -> "TrainedRun":
+        """Read the recipe, and check that there is a checkpoint. `checkpoint`: see --checkpoint."""
+        recipe = read_trained_run(path, checkpoint)
         if precision is not None:
             recipe = replace(recipe, compute=replace(recipe.compute, precision=precision))
-        return cls(path, recipe, step)
+        return cls(path, recipe, checkpoint_step(path, checkpoint), ema=ema)
 
     @classmethod
     def of_folder(cls, model: str, precision: Precision | None) -> "TrainedRun":
         """Return the model of --model hf:FOLDER, with the weights of the folder."""
         source = split_source(model)
         if source is None or source[0] != "hf":
-            raise UsageError(f"--model {model}: use hf:FOLDER, or --run for a model of tutti train")
+            raise UsageError(
+                f"--model {model} must be hf:FOLDER. For a model of tutti train, use --run."
+            )
         try:
             check_source(*source)
         except ModelError as error:
@@ -96,7 +103,9 @@ class TrainedRun:
     def load(self, engine: Engine) -> Loaded:
         """Load the checkpoint into this rank's shards. All ranks must call this method."""
         checkpoints = Checkpoints(self.path / "checkpoints")
-        return checkpoints.load(engine.model, step=self.step, rng=False, aliases=engine.aliases)
+        return checkpoints.load(
+            engine.model, step=self.step, rng=False, aliases=engine.aliases, use_ema=self.ema
+        )
 
     def _saved_vocabulary(self) -> int:
         directory = self.path / "checkpoints"
@@ -110,7 +119,7 @@ class TrainedRun:
                 problem = f"{step_name(step)} has no embed.weight, so it is not a gpt"
             except Damaged as error:
                 problem = f"{step_name(step)} is damaged: {error}"
-        raise UsageError(f"--run {self.path}: {problem}. Use another checkpoint with --step.")
+        raise UsageError(f"--run {self.path}: {problem}. Use another --checkpoint.")
 
 
 def place_model(
@@ -125,8 +134,8 @@ def place_model(
     return build_engine(
         model,
         world,
-        # Inputs may be a single token, which sequence parallelism cannot divide, and logits are
-        # needed as full tensors.
+        # An input may have only one token, which sequence parallelism cannot divide. Predictions
+        # need full logits, so the loss is not computed in parallel.
         parallel=ParallelOptions(layout=str(layout), sequence_parallel=False, loss_parallel=False),
         example=example,
         # A pipeline is full when it has as many microbatches as stages.
@@ -194,8 +203,9 @@ class Predictor:
         recipe = with_values(run.recipe, {"data": changes})
         if recipe.task.loss != "cross_entropy":
             raise UsageError(
-                f"--run: tutti predict writes classes, but the run has --loss {recipe.task.loss}: "
-                "use tutti export, and predict in your own program"
+                f"--run: tutti predict needs a run that was trained with --loss cross_entropy, but "
+                f"the run has --loss {recipe.task.loss}: use tutti export, and predict in your own "
+                "program"
             )
 
         def prepare() -> tuple[Dataset, nn.Module, Weights]:
@@ -237,7 +247,8 @@ class Predictor:
             for ranges in rounds:
                 own_range = ranges[mesh.data_rank]
                 lines: list[str] = []
-                # Forward may be collective, so a rank without samples left runs an empty batch.
+                # Forward may have collectives, so a rank that has no samples left runs forward with
+                # an empty batch.
                 for first in range(own_range.start, own_range.start + len(ranges[0]), self.batch):
                     inputs, targets = next(batches) if first < own_range.stop else (empty, empty)
                     inputs = as_model_dtype(inputs, self.engine.model)
@@ -316,8 +327,8 @@ def _row(prediction: Any, probability: Any, target: Any, right: Any, loss: Any) 
     }
 
 
-# Probabilities have 6 significant digits. Losses have 6 decimals, because the rounding error of a
-# float32 loss near 0 is absolute, not relative.
+# Probabilities have 6 significant digits. Losses have 6 decimals, because a float32 loss near 0 has
+# an absolute rounding error that does not shrink with the loss.
 def _rounded(value: float, digits: str) -> float | None:
     return float(format(value, digits)) if math.isfinite(value) else None  # JSON has no NaN
 

@@ -1,4 +1,4 @@
-"""Builds the dataset, model and optimizer of a recipe; the data determine some model sizes.
+"""Builds the dataset, model and optimizer of a recipe. The dataset determines some model sizes.
 
 The model is built on the meta device. Later, parallel/apply.py allocates this rank's shards.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -27,6 +28,16 @@ from tutti.models.config import (
     OwnModelConfig,
     WideResNetConfig,
 )
+from tutti.models.lora_layers import (
+    MATRICES,
+    LoraOptions,
+    adapted_layers,
+    adapter_layer,
+    add_adapters,
+    check_adapter_fits,
+    is_adapter_folder,
+    read_adapter,
+)
 from tutti.models.pretrained import (
     HuggingFaceFolder,
     ModelError,
@@ -41,6 +52,7 @@ from tutti.models.pretrained import (
     tied_names,
 )
 from tutti.parallel.materialize import (
+    AdapterWeights,
     FileChunk,
     ModuleInit,
     SavedWeights,
@@ -51,8 +63,8 @@ from tutti.parallel.materialize import (
     materialize,
 )
 from tutti.parallel.mesh import Box
-from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
-from tutti.train.checkpoint.load import chunks_of
+from tutti.train.checkpoint.format import saved_steps, step_name
+from tutti.train.checkpoint.load import chunks_of, this_rank, verify
 from tutti.train.recipe import Architecture, Optimization, Recipe
 from tutti.train.recipe_check import (
     LOSSES,
@@ -88,10 +100,10 @@ PARAMETER_DTYPES: dict[str, torch.dtype | None] = {
 
 
 def agree(make: Callable[[], Result]) -> Result:
-    """Call `make` on every rank; if it raises a usage error on one rank, raise it on all ranks.
+    """Call `make` on every rank. If it raises a usage error on one rank, raise it on all ranks.
 
-    Without this function, an error on one rank only (one host lacks a file) would let the other
-    ranks wait for that rank in the next collective.
+    Without this function, the other ranks would wait in their next collective for a rank that has
+    failed, for example because only its host lacks a file.
     """
     error: str | None = None
     try:
@@ -120,6 +132,8 @@ def build_meta_model(
     notes: list[str] = []
     weights: Weights | None = None
     source = recipe.init_from
+    if source is not None and is_adapter_folder(source):
+        source = None
     if recipe.model.startswith("hf:"):
         source = source or Path(recipe.model.partition(":")[2])
         model = build_with_buffers(make)
@@ -135,21 +149,34 @@ def build_meta_model(
         weights, notes = SavedWeights(chunks, weights), [*notes, *more]
     weights = weights or SavedWeights({})
     dtype = PARAMETER_DTYPES[recipe.compute.precision]
-    return (model if dtype is None else model.to(dtype)), weights, notes
+    model = model if dtype is None else model.to(dtype)
+    if recipe.lora is not None:
+        add_adapters(model, LoraOptions.parse(recipe.lora))
+        sources: TensorSources = {}
+        if recipe.init_from is not None and saved_weights:
+            sources = _saved_adapters(model, recipe.init_from)
+        weights = AdapterWeights(weights, recipe.length.seed, sources)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in model.parameters())
+        layers = len(adapted_layers(model))
+        notes.append(
+            f"LoRA: {trained:,} of {total:,} parameters ({100 * trained / total:.2g} %) are "
+            f"trained, in {layers} layer{'s' * (layers != 1)}"
+        )
+        if recipe.model in _MODELS and recipe.init_from is None and saved_weights:
+            notes.append(
+                "LoRA: the frozen weights are newly initialised: add --init-from RUN to adapt a "
+                "trained model"
+            )
+    return model, weights, notes
 
 
 def _saved_weights(model: nn.Module, source: Path) -> tuple[TensorSources, list[str]]:
-    """Return the files and chunks of each weight in `source` (a run or a folder), and notes."""
+    """Return where each weight is stored in `source` (a run or a folder), and notes."""
     if not (source / "recipe.toml").is_file():
         sources, notes = tensor_sources(model, saved_tensors(source), str(source))
         return {name: _chunks(each) for name, each in sources.items()}, notes
-    steps = saved_steps(source / "checkpoints")
-    path = source / "checkpoints" / step_name(max(steps, default=0))
-    try:
-        index = read_index(path)
-    except Damaged as error:
-        raise UsageError(f"--init-from {source}: {path.name} is damaged: {error}") from None
-    saved = {name.removeprefix("model."): each for name, each in index["tensors"].items()}
+    path, saved = _saved_run(source)
     chunks = {
         name: chunks_of(path, saved[first])
         for first, names in tied_names(model).items()
@@ -169,6 +196,59 @@ def _saved_weights(model: nn.Module, source: Path) -> tuple[TensorSources, list[
     return chunks, []
 
 
+def _saved_run(source: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint of a run, and its tensors by their names in the base model."""
+    steps = saved_steps(source / "checkpoints")
+    path = source / "checkpoints" / step_name(max(steps, default=0))
+    # Every rank verifies a part of the files. `agree` raises the error of one rank on all ranks.
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    index = verify(path, this_rank(), ranks)
+    if isinstance(index, str):
+        raise UsageError(f"--init-from {source}: {path.name} is damaged: {index}")
+    return path, {
+        name.removeprefix("model.").replace(".base_layer.", "."): each
+        for name, each in index["tensors"].items()
+        if name.startswith("model.")  # not the state of the optimizer, and not moving averages
+    }
+
+
+def _saved_adapters(model: nn.Module, source: Path) -> TensorSources:
+    """Return the chunks of each LoRA matrix in `source`: an adapter folder, or a run with --lora.
+
+    `model` has adapters. The result is empty if `source` has no adapters.
+    """
+    names = {
+        f"{name}.{matrix}": adapter_layer(layer, matrix).weight
+        for name, layer in adapted_layers(model)
+        for matrix in MATRICES
+    }
+    chunks: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if is_adapter_folder(source):
+        adapter = read_adapter(source, "--init-from")
+        check_adapter_fits(adapter, model)
+        chunks = {name: _chunks(tensor) for name, tensor in adapter.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
+    elif (source / "recipe.toml").is_file():
+        path, saved = _saved_run(source)
+        for key, each in saved.items():
+            name = key.removesuffix(".default.weight")
+            if name.endswith(MATRICES):
+                chunks[name], shapes[name] = chunks_of(path, each), tuple(each["shape"])
+    for name in sorted({*names, *shapes}) if shapes else ():
+        expected = tuple(names[name].shape) if name in names else None
+        if shapes.get(name) != expected:
+            has, needed = (
+                "no such matrix" if shape is None else f"shape {shape}"
+                for shape in (shapes.get(name), expected)
+            )
+            raise UsageError(
+                f"--init-from {source} has {has} for {name}, but --lora gives it {needed}: use the "
+                "rank and the targets of the saved adapter"
+            )
+    return chunks
+
+
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
     """Return the recipe's model, sized for the dataset, on torch's default device."""
     if hugging_face_folder(recipe.model):
@@ -176,7 +256,10 @@ def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
         materialize(model, torch.get_default_device())
         weights.fill(model)
         return model
-    return model_maker(recipe, dataset)()
+    model = model_maker(recipe, dataset)()
+    if recipe.lora is not None:
+        add_adapters(model, LoraOptions.parse(recipe.lora))
+    return model
 
 
 def hugging_face_folder(model: str, *, weights: bool = True) -> HuggingFaceFolder | None:
@@ -203,6 +286,11 @@ def model_maker(recipe: Recipe, dataset: Dataset | None) -> Callable[[], nn.Modu
                 kind = type(model).__name__
                 raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
             _check_parameters(model, f"--model {recipe.model}")
+            for module in model.modules():
+                # Models of transformers cache keys and values unless this attribute is False. With
+                # a cache, a recomputed block would append its keys to those of the first forward.
+                if getattr(getattr(module, "config", None), "use_cache", False):
+                    module.config.use_cache = False  # type: ignore[union-attr]
             if recipe.task.loss == "model":
                 _check_labels(model, recipe.model)
             elif recipe.task.loss in LOSSES:  # the user's own loss function gets all outputs
@@ -444,8 +532,8 @@ def build_optimizer(
     if name not in OPTIMIZERS:
         return _own_optimizer(parameters, options.optimizer, lr)
     if name == "sgd":
-        # torch has no DTensor sharding rule for the fused SGD kernel. On a mesh of three axes,
-        # torch needs tens of seconds to derive this rule for a list of parameters.
+        # Fused SGD is not used for DTensors. torch has no sharding rule for this kernel, and needs
+        # tens of seconds to derive a rule on a mesh of three axes.
         sharded = any(isinstance(p, DTensor) for p in parameters)
         return torch.optim.SGD(
             groups, lr=rate, momentum=options.momentum, fused=not sharded, foreach=False
@@ -476,6 +564,11 @@ def build_optimizer(
 def _own_optimizer(parameters: list[nn.Parameter], path: str, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of --optimizer package.module:function, after a check of its groups."""
     flag = f"--optimizer {path}"
+    if not parameters:
+        raise UsageError(
+            f"{flag}: a pipeline stage has no parameter that requires a gradient: use --optimizer "
+            "adamw or sgd, or a layout without pp"
+        )
     optimizer = load_function(path, "--optimizer", tuple(OPTIMIZERS))(parameters, lr)
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         kind = type(optimizer).__name__
@@ -484,13 +577,13 @@ def _own_optimizer(parameters: list[nn.Parameter], path: str, lr: float) -> torc
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held != given:
         raise UsageError(
-            f"{flag} has {len(held & given)} of {len(given)} parameters, and {len(held - given)} "
-            "others: give all parameters that the function gets to the optimizer; parameters that "
-            "are not meant to be trained need requires_grad_(False)"
+            f"{flag} returned an optimizer with {len(held & given)} of the {len(given)} parameters "
+            f"that the function got, and {len(held - given)} others: give all of them to the "
+            "optimizer, and use requires_grad_(False) for parameters that should not be trained"
         )
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int):
-            raise UsageError(f"{flag} has a group without a number as lr: pass lr to the optimizer")
+            raise UsageError(f"{flag} has a group whose lr is not a number: pass lr as a number")
         group["lr_factor"] = group["lr"] / lr  # a group may have its own learning rate
     return optimizer
 

@@ -1,11 +1,10 @@
 """The training run: set-up, the loop over steps, evaluation, checkpoints and resuming."""
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,14 @@ from tutti.data.loader import Batch, Loader, evaluation_loader
 from tutti.data.nested import map_tensors
 from tutti.data.split import measured_shares
 from tutti.machine.environment import describe_environment
+from tutti.measure.units import format_bytes
 from tutti.models.config import GPTConfig
 from tutti.parallel.apply import build_engine
 from tutti.parallel.layout import EngineOptions
 from tutti.parallel.materialize import check_replicas_equal
 from tutti.parallel.rng import rng_axes
+from tutti.train.best_score import BestScore, parse_keep_best
+from tutti.train.ema import MovingAverage
 from tutti.train.init import (
     agree,
     build_meta_model,
@@ -38,7 +40,7 @@ from tutti.train.memory import MemoryByCause, peak_bytes
 from tutti.train.out_of_memory import Explainer
 from tutti.train.recipe import Recipe
 from tutti.train.recipe_check import check_recipe
-from tutti.train.run_directory import Metrics, RunDirectory
+from tutti.train.run_directory import Metrics, RunDirectory, finite
 from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, Score, Step, as_model_dtype, evaluate
 from tutti.train.telemetry import (
@@ -69,7 +71,7 @@ class Outcome:
     """The result of a run."""
 
     summary: dict[str, Any]
-    stopped: bool  # whether a signal ended the run early, after a checkpoint
+    stopped: bool  # whether a signal ended the run early, after saving a checkpoint
     not_written: list[str]  # files that are missing, each with the reason; the same on every rank
 
 
@@ -139,7 +141,7 @@ class Runner:
         norms = torch.stack(list(self._norms.values())).tolist() if self._norms else []
         rows: list[dict[str, float | None]] = [{"lr": lr} for lr in self._lrs]
         for position, norm in zip(self._norms, norms, strict=True):
-            rows[position]["grad_norm"] = norm if math.isfinite(norm) else None
+            rows[position]["grad_norm"] = finite(norm)
         self._lrs, self._norms = [], {}
         return rows
 
@@ -155,12 +157,16 @@ class Trainer:
         *,
         resume: bool = False,
         tensorboard: bool = False,
+        wandb: str | None = None,
         save: bool = True,
+        test_batches: int | None = None,
     ) -> None:
+        """wandb: the project of --wandb. test_batches: the number of batches in an evaluation."""
         self.world = world
         self.recipe = recipe
         self.directory = directory
-        self._saves = save
+        self._saves, self._wandb_project = save, wandb
+        self._test_batches = test_batches
         hidden = recipe.compute.compile or recipe.compute.cuda_graph
         self.memory = MemoryByCause(world.device, counts_activations=not hidden)
         self.explainer = Explainer(world, recipe, self.memory)
@@ -182,7 +188,7 @@ class Trainer:
             parallel = replace(parallel, loss_parallel=False)
         check_same(world, recipe=json.loads(json.dumps(asdict(recipe), default=str)))
         if world.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # shapes repeat: choose kernels by measurement
+            torch.backends.cudnn.benchmark = True  # shapes repeat, so measuring kernels pays off
         example = map_tensors(lambda t: t.to(world.device), dataset.train.batch([0])[0])
         engine_options = recipe.engine
         if world.size == 1 and recipe.engine.engine == "ddp":
@@ -203,11 +209,16 @@ class Trainer:
         )
         self.model = self.engine.model  # this rank's layers; --sync-batchnorm replaces batch norms
         check_replicas_equal(self.model, self.engine.mesh)
-        self.engine.seed_rng(recipe.length.seed)  # from now on, ranks draw different random numbers
-        self.optimizer = build_optimizer(
-            self.model, recipe.optimization, self.schedule.peak_lr, recipe.compute.cuda_graph
+        self.engine.seed_rng(recipe.length.seed)  # from now on, data ranks draw different numbers
+        self.optimizer = agree(
+            lambda: build_optimizer(
+                self.model, recipe.optimization, self.schedule.peak_lr, recipe.compute.cuda_graph
+            )
         )
-        self.memory.begin_steps(self.engine, self.optimizer, self.schedule.accumulation)
+        decay = recipe.optimization.ema
+        self.ema = None if decay is None else MovingAverage(self.model, decay)
+        averages = [*self.ema.tensors.values()] if self.ema else []
+        self.memory.begin_steps(self.engine, self.optimizer, self.schedule.accumulation, averages)
         layout = self.schedule.layout
         waits_in_step = recipe.engine.sync_batchnorm or recipe.data.padded
         self.timer = StepTimer(
@@ -225,15 +236,22 @@ class Trainer:
             recipe.optimization.clip,
             self.timer,
             self.memory,
+            self.ema,
         )
         self.loader, self.test_loader = agree(lambda: self._loaders(dataset))
         board = directory.path / "tensorboard" if tensorboard else None
-        self.metrics = Metrics(directory.metrics, world.rank, board)
+        self.metrics = agree(lambda: Metrics(directory.metrics, world.rank, board, self._wandb()))
         is_gpt = recipe.model == "gpt" and isinstance(recipe.architecture, GPTConfig)
         architecture = fit(recipe, dataset) if is_gpt else None
-        seq_len = dataset.input_shape[0] if is_gpt else 0
+        is_text = is_gpt or recipe.model.startswith("hf:")
+        seq_len = dataset.input_shape[0] if is_text and len(dataset.input_shape) == 1 else 0
         self.speed = Throughput(world, precision, architecture, seq_len)
         self.score: Score | None = None
+        self.best: BestScore | None = None
+        if recipe.length.keep_best is not None and recipe.length.evaluate:
+            self.best = BestScore(*parse_keep_best(recipe.length.keep_best, self.task.metric_name))
+        # Whether a signal stopped the run before an evaluation that was due.
+        self._evaluation_missed = False
         self.notes: list[str] = notes
         self.step, samples = 0, 0
         self.shares: list[float] | None = None
@@ -248,6 +266,18 @@ class Trainer:
         self.runner.samples = self._samples_reported = samples
         if self._saves:
             self.metrics.rewind(self.step)
+
+    def _wandb(self) -> dict[str, Any] | None:
+        """Return the arguments of wandb.init, or None without --wandb."""
+        if self._wandb_project is None:
+            return None
+        config = json.loads(json.dumps(asdict(self.recipe), default=str))
+        return {
+            "project": self._wandb_project,
+            "name": self.directory.path.name,
+            "dir": str(self.directory.path),
+            "config": {**config, "ranks": self.world.size},
+        }
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
@@ -291,10 +321,15 @@ class Trainer:
             self.world.rank, self.world.size, self.step, self.timer, can_stop=self._saves
         )
         self.stragglers = Stragglers(self.step)
-        stopped = False
+        stopped, failed = False, True
         loss = float("nan")
         try:
-            while self.step < self.schedule.steps and not stopped:
+            if self._evaluation_missed:
+                self._evaluation_missed = False
+                if (self._evaluate(progress) or self.ended_early) and self._saves:
+                    self._save()
+                self.status_sync.restart_clock()
+            while self.step < self.schedule.steps and not (stopped or self.ended_early):
                 steps = self._steps_to_next_event()
                 self.status_sync.add(self.runner.run(steps), self.timer.take_forward_seconds())
                 self.step += steps
@@ -308,28 +343,26 @@ class Trainer:
                 status = self.status_sync.sync(rank_samples)
                 loss, stopped = status.losses[-1], status.stop and not last
                 self._report(status, input_seconds, progress)
-                if evaluating and not stopped:
-                    self._evaluate(progress)
-                if saving or (stopped and self._saves):
+                self._evaluation_missed = evaluating and stopped
+                if evaluating and not stopped and self._evaluate(progress):
+                    saving = self._saves
+                if saving or ((stopped or self.ended_early) and self._saves):
                     self._save()
                 self.status_sync.restart_clock()
             if self._saves:
                 self.checkpoints.wait()
+            failed = False
         except DataError as error:  # a sample is not usable: show one line, no traceback
             raise UsageError(f"--dataset {self.recipe.data.dataset}: {error}") from None
         finally:
             # The signal handlers are restored only now, when the checkpoint is complete: a second
             # signal must not interrupt the checkpoint that the first signal requested.
             self.status_sync.close()
-            self.runner.close()
-            self.test_loader.close()
             progress.close()
-            self.metrics.close()
-            if "checkpoints" in vars(self):
-                self.checkpoints.close()
+            self.close(failed)
         summary = self._summary(loss)
-        failed = [item for rank in gather_json(self.metrics.failed) for item in rank.items()]
-        reasons = [f"{file}: {reason}" for file, reason in failed]
+        missing = [item for rank in gather_json(self.metrics.failed) for item in rank.items()]
+        reasons = [f"{file}: {reason}" for file, reason in missing]
         if self._saves and self.checkpoints.failed:
             step, reason = max(self.checkpoints.failed.items())
             count = len(self.checkpoints.failed)
@@ -369,7 +402,7 @@ class Trainer:
             )
         samples = self.runner.samples - self._samples_reported
         self._samples_reported = self.runner.samples
-        text = self.speed.describe(status, samples)
+        rates = self.speed.add(status, samples)
         curves = zip(status.losses, self.runner.take_curves(), strict=True)
         for step, (loss, known) in enumerate(curves, status.first_step):
             self.metrics.add(step, loss=loss, **known)
@@ -377,11 +410,15 @@ class Trainer:
             status.first_step + len(status.losses) - 1,
             seconds_per_step=status.seconds / len(status.losses),
             samples_per_s=samples / status.seconds,
+            **({"tokens_per_s": tokens} if (tokens := self.speed.tokens_per_s) else {}),
+            peak_memory_bytes=self._peak_memory(),
             input_seconds=input_seconds,
             wait_fraction=self.stragglers.add(status)[self.world.rank],
         )
         self.metrics.flush()
-        progress.show(self.step, f"loss {status.losses[-1]:.4f}  {text}")
+        loss, memory = status.losses[-1], format_bytes(self._peak_memory())
+        parts = [(f"loss {loss:.4f}", f"loss {loss:.3g}"), rates[0], (f"memory {memory}", memory)]
+        progress.show(self.step, [*parts, *rates[1:]])
         if (warning := self.stragglers.warning()) is not None:
             progress.print(f"step {self.step}: {warning}")
         # The rates of the first status sync are not used, because its steps include warm-up.
@@ -389,6 +426,11 @@ class Trainer:
         if measured and all(rate > 0 for rate in status.rates):
             self.shares = measured_shares(status.rates, self.shares)
             self.loader.set_shares(self.shares)
+
+    def _peak_memory(self) -> int:
+        """Return the peak memory of this rank on its device, in bytes."""
+        on_gpu = self.world.device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self.world.device) if on_gpu else peak_bytes()
 
     def evaluate_only(self) -> Score:
         """Return the score of the loaded checkpoint on the test data. Writes no file."""
@@ -399,28 +441,63 @@ class Trainer:
         except DataError as error:
             raise UsageError(f"--dataset {self.recipe.data.dataset}: {error}") from None
         finally:
-            self.runner.close()
-            self.test_loader.close()
-            self.metrics.close()
+            self.close()
+
+    def close(self, failed: bool = False) -> None:
+        """Stop the threads and processes of loaders, metrics and checkpoints."""
+        self.runner.close()
+        self.test_loader.close()
+        self.metrics.close(failed)
+        if "checkpoints" in vars(self):
             self.checkpoints.close()
 
     def _score(self) -> Score:
         self.engine.share_buffers()
         example, autocast = self.stepper.example, self.stepper.autocast
-        return evaluate(self.engine, self.test_loader, self.task, example, autocast)
+        with self.ema.in_model() if self.ema else nullcontext():
+            return evaluate(
+                self.engine, self.test_loader, self.task, example, autocast, self._test_batches
+            )
 
-    def _evaluate(self, progress: ProgressReport) -> None:
-        progress.announce(f"step {self.step}: evaluating on the test set")
-        self.score = score = self._score()
-        self.metrics.add(self.step - 1, test_loss=score.loss, **_metric_of(score))
+    @property
+    def ended_early(self) -> bool:
+        """Whether --patience ends the run. The same on all ranks."""
+        return self.best is not None and self.best.exhausted(self.recipe.length.patience)
+
+    def _evaluate(self, progress: ProgressReport) -> bool:
+        """Evaluate and report the score. Return whether it is the best score of --keep-best."""
+        progress.announce(f"step {self.step}: evaluating on the test set", "evaluating")
+        # All ranks use the score of rank 0, so that all ranks end at the same step.
+        self.score = score = Score(*gather_json(astuple(self._score()))[0])
+        self.metrics.add(self.step - 1, test_loss=finite(score.loss), **_metric_of(score))
         self.metrics.flush()
         metric = f", {score.describe()}" if score.name else ""
         progress.print(f"step {self.step}: test loss {score.loss:.4f}{metric} of {score.count:,}")
+        if self.best is None:
+            return False
+        value = score.loss if self.best.name == "loss" else score.metric
+        improved = self.best.add(self.step, value)
+        if self.ended_early and self.step < self.schedule.steps:
+            progress.print(f"step {self.step}: {self.describe_early_end()}")
+        return improved
+
+    def describe_early_end(self) -> str:
+        """Return why --patience ends the run."""
+        assert self.best is not None
+        return (
+            f"the run has ended early (--patience {self.recipe.length.patience}): "
+            f"{self.best.evaluations_since} evaluations in a row had no better score than "
+            f"{self.best.describe()}"
+        )
 
     def _save(self) -> None:
         """Write a checkpoint of everything that `_resume` needs."""
-        schedule = self.schedule
+        schedule, best = self.schedule, self.best
         self.engine.share_buffers()
+        score = None
+        if best is not None and best.step == self.step:
+            names = ("name", "value", "larger_is_better")
+            score = {name: getattr(best, name) for name in names}
         self.checkpoints.save(
             self.step,
             self.model,
@@ -438,8 +515,12 @@ class Trainer:
                 "epochs": self.recipe.length.epochs,
                 "layout": str(schedule.layout),
                 "noise": rng_axes(self.engine.splits_sequence),
+                "best": None if best is None else best.state_dict(),
+                "evaluation_missed": self._evaluation_missed,
             },
             aliases=self.engine.aliases,
+            ema=self.ema.tensors if self.ema else None,
+            score=score,
         )
 
     def _resume(self) -> int:
@@ -451,21 +532,30 @@ class Trainer:
         if not self.checkpoints.steps():
             self.notes.append("there is no checkpoint yet: the run starts from the beginning")
             return 0
-        # Learning rate, weight decay and so on come from the recipe, not from the checkpoint.
+        # Options of the optimizer, such as weight decay, come from the recipe and not from the
+        # checkpoint.
         recipe_options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        loaded = self.checkpoints.load(self.model, self.optimizer, aliases=self.engine.aliases)
+        loaded = self.checkpoints.load(
+            self.model,
+            self.optimizer,
+            aliases=self.engine.aliases,
+            ema=self.ema.tensors if self.ema else None,
+        )
         for group, options in zip(self.optimizer.param_groups, recipe_options, strict=True):
             group.update(options)
         state, self.step = loaded.state, loaded.step
         self.notes += [f"resumed at step {self.step}", *loaded.notes]
         if recipe.engine.compress == "powersgd":
-            self.notes.append("PowerSGD's error feedback is not saved: it starts from zero")
+            self.notes.append("PowerSGD's error feedback is not saved, so it starts from zero")
         if (reason := self._rng_mismatch(state)) is not None:
             self.engine.seed_rng(recipe.length.seed, self.step)
             self.notes.append(f"{reason}: the random number generators get new seeds")
+        if self.best is not None and not self.best.load_state_dict(state.get("best")):
+            self.notes.append(f"--keep-best {recipe.length.keep_best}: no earlier score is known")
+        self._evaluation_missed = recipe.length.evaluate and state.get("evaluation_missed", False)
         self.loader.load_state_dict(state["data"])
         if state["global_batch"] != self.schedule.global_batch:
             self.schedule = self.schedule.resumed(state, self.step, recipe)
@@ -482,11 +572,16 @@ class Trainer:
         layout = self.schedule.layout
         if state["layout"] != str(layout):
             return f"the checkpoint was saved in layout {state['layout']}"
-        # --no-sequence-parallel, for example, changes which ranks draw the same random numbers.
+        # Ranks of some axes draw the same random numbers. For example, --no-sequence-parallel
+        # changes this set of axes.
         saved_axes = state.get("noise", ("dp", "shard"))
         changed = {*saved_axes} ^ {*rng_axes(self.engine.splits_sequence)}
         axes = [axis for axis in changed if layout.axes[axis] > 1]
-        return f"the saved run shared random numbers differently over {axes[0]}" if axes else None
+        return (
+            f"in the saved run, the ranks along {axes[0]} shared random numbers differently"
+            if axes
+            else None
+        )
 
     def _summary(self, loss: float) -> dict[str, Any]:
         world, device, score = self.world, self.world.device, self.score
@@ -498,10 +593,12 @@ class Trainer:
             "samples": self.runner.samples,
             "samples_per_s": self.speed.samples_per_s,
             "final_loss": loss,
-            "test_loss": None if score is None else score.loss,
+            "test_loss": None if score is None else finite(score.loss),
             "test_accuracy": None,
             **({} if score is None else _metric_of(score)),
             "metric": self.task.metric_name,
+            "best": None if self.best is None else self.best.state_dict(),
+            "ended_early": self.ended_early and self.step < self.schedule.steps,
             "layout": str(self.schedule.layout),
             "world": {"size": world.size, **world.row()},
             "environment": describe_environment(),
@@ -517,4 +614,4 @@ class Trainer:
 
 
 def _metric_of(score: Score) -> dict[str, float | None]:
-    return {f"test_{score.name}": score.metric} if score.name else {}
+    return {f"test_{score.name}": finite(score.metric)} if score.name else {}

@@ -1,8 +1,8 @@
-"""Memory by cause: what the peak memory of a rank consists of.
+"""Splits the peak memory of a rank by cause:
 
 parameters     bytes of this rank's parameters and of the model's buffers
 gradients      bytes of this rank's gradients, or of DDP's buckets if gradients are views of buckets
-optimizer      bytes of the optimizer's state
+optimizer      bytes of the optimizer's state and of the moving average of --ema
 activations    bytes that autograd keeps for backward, by module
 buffers        copies for communication: gathered parameters, received activations, and DDP's
                buckets if they are not counted as gradients
@@ -17,8 +17,7 @@ state at the end of the first step.
 """
 
 import resource
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,16 +26,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from tutti.measure.activation_memory import (
+    ActivationCounter,
+    local_tensor,
+    optimizer_bytes,
+    storage_of,
+    tensor_bytes,
+)
 from tutti.parallel.engine import Engine
 from tutti.parallel.recompute import repeated_blocks
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "fragmentation", "other")
-OUTSIDE = "loss"  # the name under which activations outside of all modules are counted
 _MEASURED_STEPS = 2
 _MODULES = 10  # number of modules in summary.json
 
@@ -61,6 +63,7 @@ class MemoryByCause:
         self.model: nn.Module | None = None
         self.engine: Engine | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self.ema: Sequence[Tensor] = ()
         self.accumulation = 1
         self.counter: StepCounter | None = None  # counts the current or the last measured step
         self.counts_activations = counts_activations
@@ -72,10 +75,15 @@ class MemoryByCause:
         self.before_model, self.model = resident_bytes(), model
 
     def begin_steps(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, accumulation: int
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        accumulation: int,
+        ema: Sequence[Tensor] = (),
     ) -> None:
-        """Set the engine and the optimizer whose memory is counted during steps."""
+        """Set the engine, the optimizer and the moving averages whose memory is counted."""
         self.engine, self.optimizer, self.accumulation = engine, optimizer, accumulation
+        self.ema = ema
         self.model = engine.model
 
     def step(self) -> AbstractContextManager[Any]:
@@ -83,7 +91,8 @@ class MemoryByCause:
         if not self._steps_left or self.engine is None or self.optimizer is None:
             return nullcontext()
         self._steps_left -= 1
-        return self._counted(StepCounter(self.engine, self.optimizer, self.accumulation))
+        counter = StepCounter(self.engine, self.optimizer, self.accumulation, self.ema)
+        return self._counted(counter)
 
     @contextmanager
     def _counted(self, counter: "StepCounter") -> Iterator[None]:
@@ -104,7 +113,7 @@ class MemoryByCause:
             if self.engine.gradients_in_buckets:
                 gradients, buffers = max(gradients, buffers), 0
         if self.optimizer is not None:
-            optimizer = optimizer_bytes(self.optimizer)
+            optimizer = optimizer_bytes(self.optimizer) + tensor_bytes(self.ema)
         if self.counter is not None:
             activations = self.counter.activations
         return Split(parameters, gradients, optimizer, activations, buffers)
@@ -128,7 +137,7 @@ class MemoryByCause:
         split, note = self.at_peak(), None
         other: int | None = total - fragmentation - sum(split)
         if other is not None and other < 0:
-            note = f"the counted parts exceed the measured peak by {-other} bytes: other is unknown"
+            note = f"the part other is unknown: the other parts exceed the peak by {-other} bytes"
             other = None
         elif not self.counts_activations:
             note = "activations are a part of other: with --compile and --cuda-graph they are not "
@@ -146,33 +155,33 @@ class MemoryByCause:
         }
 
 
-class StepCounter:
+class StepCounter(ActivationCounter):
     """Counts activations by module, and gradients, during one step."""
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, accumulation: int = 1
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        accumulation: int = 1,
+        ema: Sequence[Tensor] = (),
     ) -> None:
+        super().__init__()
         self.engine, self.optimizer, self.model = engine, optimizer, engine.model
-        self.activations = self.gradients = 0  # bytes at this moment
-        self.by_module: Counter[str] = Counter()  # bytes of activations at this moment
+        self.gradients = 0  # bytes at this moment
         self.peak = Split()  # the parts when their sum was largest
         self.peak_modules: dict[str, int] = {}
         self.entered: set[str] = set()  # names of modules whose forward has begun
         self.block_inputs: dict[str, int] = {}  # bytes of the inputs of each block
-        self.last_unpacked = ""  # the module whose activations backward has used last
-        self._grown = False
-        # Modules whose forward is running: the name, and the storages of gathered parameters.
-        self._stack: list[tuple[str, set[int]]] = []
-        self._live: dict[int, list[Any]] = {}  # storage → [number of uses, bytes, module]
         self._gradients: dict[int, int] = {}  # id of parameter → bytes of its gradient
         self._blocks = set(map(id, repeated_blocks(self.model)))
         self._parameters = parameter_bytes(self.model)
-        self._state = optimizer_bytes(optimizer)
+        self._ema = tensor_bytes(ema)
+        self._state = optimizer_bytes(optimizer) + self._ema
         # With one microbatch, gradients are views of DDP's buckets. With several microbatches, all
         # microbatches before the last one accumulate gradients in separate tensors.
         self._in_buckets = engine.gradients_in_buckets and accumulation == 1
         tensors = [*self.model.parameters(), *self.model.buffers(), *engine.communication_buffers()]
-        self._excluded = {storage.data_ptr() for storage in map(_storage, tensors)}
+        self.excluded = {storage_of(tensor).data_ptr() for tensor in tensors}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -193,61 +202,27 @@ class StepCounter:
                     hooks.callback(hook.remove)
             updated = self.optimizer.register_step_post_hook(self._on_update)
             hooks.callback(updated.remove)
-            hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            hooks.enter_context(saved_tensors_hooks(self.pack, self.unpack))
             yield
-        self._consider()
+        self.consider()
 
     def _enter(self, name: str, module: nn.Module, *inputs: Any) -> None:
         name = name or type(module).__name__
         self.entered.add(name)
-        weights: Iterable[Tensor] = ()
-        if isinstance(module, FSDPModule):  # its parameters are gathered until forward ends
-            weights = module.parameters()
         if id(module) in self._blocks:
             tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
             self.block_inputs[name] = tensor_bytes(tensors)
-        self._stack.append((name, {_storage(weight).data_ptr() for weight in weights}))
+        self.begin_module(name, module)
 
     def _leave(self, *_: Any) -> None:
-        self._stack.pop()
-
-    def _pack(self, tensor: Tensor) -> Any:
-        storage = _storage(tensor)
-        key, size = storage.data_ptr(), storage.nbytes()
-        is_weight = key in self._excluded or any(key in weights for _, weights in self._stack)
-        if not size or is_weight:
-            return tensor
-        if key not in self._live:
-            module = self._stack[-1][0] if self._stack else OUTSIDE
-            self._live[key] = [0, size, module]
-            self.activations += size
-            self.by_module[module] += size
-            self._grown = True
-        self._live[key][0] += 1
-        return _Saved(tensor, self._release, key)
-
-    def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            return saved  # type: ignore[no-any-return]
-        if (entry := self._live.get(saved.key)) is not None:
-            self.last_unpacked = entry[2]
-        return saved.tensor
-
-    def _release(self, key: int) -> None:
-        self._consider()
-        entry = self._live[key]
-        entry[0] -= 1
-        if entry[0] == 0:
-            del self._live[key]
-            self.activations -= entry[1]
-            self.by_module[entry[2]] -= entry[1]
+        self.end_module()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._count_gradient(parameter)
-        self._grown = True
+        self.grown = True
 
     def _count_gradient(self, parameter: Tensor) -> None:
-        size = 0 if parameter.grad is None else _local(parameter.grad).nbytes
+        size = 0 if parameter.grad is None else local_tensor(parameter.grad).nbytes
         self.gradients += size - self._gradients.get(id(parameter), 0)
         self._gradients[id(parameter)] = size
 
@@ -255,17 +230,17 @@ class StepCounter:
         # Pipeline schedules that split backward set gradients without calling parameter hooks.
         for parameter in self.model.parameters():
             self._count_gradient(parameter)
-        self._state = optimizer_bytes(self.optimizer)
+        self._state = optimizer_bytes(self.optimizer) + self._ema
         self._in_buckets, before = self.engine.gradients_in_buckets, self._in_buckets
-        self._grown = True
-        self._consider()
+        self.grown = True
+        self.consider()
         self._in_buckets = before
 
-    def _consider(self) -> None:
+    def consider(self) -> None:
         """Keep the current parts if their sum is the largest so far."""
-        if not self._grown:
+        if not self.grown:
             return
-        self._grown = False
+        self.grown = False
         gradients, buckets = self.gradients, self.engine.bucket_bytes
         if self._in_buckets:
             gradients, buckets = max(gradients, buckets), 0
@@ -276,39 +251,6 @@ class StepCounter:
             self.peak_modules = {name: size for name, size in self.by_module.items() if size}
 
 
-class _Saved:
-    """A tensor that autograd keeps for backward. When autograd frees it, `release` is called."""
-
-    __slots__ = ("_release", "key", "tensor")
-
-    def __init__(self, tensor: Tensor, release: Callable[[int], None], key: int) -> None:
-        self.tensor, self._release, self.key = tensor, release, key
-
-    def __del__(self) -> None:
-        self._release(self.key)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return _local(tensor).untyped_storage()
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's shards of `tensors`. A tensor on meta has 0 bytes."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for tensor in map(_local, tensors)
-        if not tensor.is_meta
-        for storage in [tensor.untyped_storage()]
-    }
-    return sum(storages.values())
-
-
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's parameters and of the model's buffers."""
     return tensor_bytes([*model.parameters(), *model.buffers()])
@@ -317,18 +259,12 @@ def parameter_bytes(model: nn.Module) -> int:
 def trained_bytes(model: nn.Module | None) -> int:
     """Return the bytes of this rank's trained parameters. Parameters on meta count, too."""
     parameters = [] if model is None else [p for p in model.parameters() if p.requires_grad]
-    return sum(_local(parameter).nbytes for parameter in parameters)
+    return sum(local_tensor(parameter).nbytes for parameter in parameters)
 
 
 def gradient_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's gradients, which may be views of buckets."""
-    return sum(_local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    values = [value for state in states for value in state.values()]
-    return tensor_bytes(value for value in values if isinstance(value, Tensor))
+    return sum(local_tensor(p.grad).nbytes for p in model.parameters() if p.grad is not None)
 
 
 def peak_bytes() -> int:

@@ -1,6 +1,6 @@
 """Explains why a rank is out of memory.
 
-The explanation names the operation that asked for memory, what the memory in use is for (see
+The explanation names the operation that requested memory, the memory in use by cause (see
 memory.py), and changes of flags with which the step would fit. The saving of a change is computed
 from the measured parts. If the rank failed before the end of the first forward pass, activations
 are extrapolated from the modules that have run.
@@ -52,6 +52,7 @@ _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _MAX_HALVINGS = 6
 # Estimated bytes that a first step needs after forward: libraries, workspaces of kernels, threads.
 _LATER_BYTES = 32 << 20
+_THREAD_BYTES = 16 << 20  # free bytes below which a thread cannot start (a stack has 8 MiB)
 
 
 _CREATION, _FORWARD, _BACKWARD = "while the model was created", "in forward", "in backward"
@@ -196,7 +197,7 @@ class Explainer:
         """Return the flags of a change and the bytes that a step then needs, or None if impossible.
 
         The number of samples in a microbatch is halved `halvings` times, and the number of
-        microbatches is doubled as often.
+        microbatches is doubled `halvings` times.
         """
         recipe, flags = self.recipe, []
         if recompute:
@@ -264,7 +265,7 @@ class Needs:
     """The memory that a whole step needs on this rank, measured or estimated."""
 
     fixed: int
-    """Everything except the parts below."""
+    """All memory except the parts below."""
     parameters: int
     gradients: int
     optimizer: int
@@ -299,12 +300,13 @@ class Needs:
             layout = layout_of(recipe.parallel.layout, explainer.world.size)
             divisor = layout.shard * layout.tp * layout.pp
             parameters, trained = max(parameters, whole // divisor), trained // divisor
-        tensors = 2  # state tensors per parameter: exact for AdamW, else an upper bound
+        tensors = 2  # optimizer state tensors per parameter, as AdamW has. Most others have fewer
         if recipe.optimization.optimizer == "sgd":
             tensors = 1 if recipe.optimization.momentum else 0
+        tensors += recipe.optimization.ema is not None
         gradients, optimizer = max(now.gradients, trained), max(now.optimizer, tensors * trained)
         activations, recomputed, estimated = 0, 0, ""
-        peak = 0  # largest bytes of activations so far; the heap may still hold this memory
+        peak = 0  # largest bytes of activations so far, which the process may not have returned
         if counter is None:
             estimated = "activations are not included: they are not known yet"
             if not memory.counts_activations:
@@ -314,7 +316,7 @@ class Needs:
             scale = 1.0
             if phase == _FORWARD and not memory.step_complete:
                 modules = {name: size for name, size in counter.by_module.items() if size}
-                scale = _share_that_ran(counter.model, counter.entered)
+                scale = _extrapolation_factor(counter.model, counter.entered)
                 estimated = "an estimate: forward had not ended, so its activations are "
                 estimated += f"extrapolated from the {100 / scale:.0f} % of modules that had run"
             peak = sum(modules.values())
@@ -355,6 +357,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error means that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        # The stack of a thread could not be allocated, or there are too many threads.
+        return memory_in_use(torch.device("cpu"))[1] < _THREAD_BYTES
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
@@ -450,7 +455,7 @@ def _advise(changes: list[Change]) -> list[str]:
     width = max(len(change.flags) for change in changes)
     rows = [f"  {change.flags:<{width}}  saves {format_bytes(change.saves)}" for change in changes]
     if not changes[0].fits:
-        return ["  not enough, but the largest saving:", *rows]
+        return ["  no change is enough; the largest saving:", *rows]
     return ["  would fit:" if len(rows) == 1 else "  each of these would fit:", *rows]
 
 
@@ -466,7 +471,7 @@ def _inside(modules: dict[str, int], block: str) -> int:
     )
 
 
-def _share_that_ran(model: nn.Module, entered: set[str]) -> float:
-    """Return the number of layers, divided by the number of layers whose forward has begun."""
+def _extrapolation_factor(model: nn.Module, entered: set[str]) -> float:
+    """Return (number of layers) / (number of layers whose forward has begun)."""
     layers = [name for name, module in _named(model) if next(module.children(), None) is None]
     return len(layers) / max(1, len(entered.intersection(layers)))

@@ -6,6 +6,7 @@ dataclasses. This module does not import torch, so `tutti train --help` stays fa
 
 import dataclasses
 import tomllib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
@@ -117,6 +118,9 @@ class Optimization:
     """Fraction of the run (0 to below 1) in which the learning rate rises linearly from 0."""
     final_lr: float = 0.0
     """Learning rate at the end of the run, as a fraction of the peak."""
+    ema: float | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999. Evaluations,
+    predictions and exports use the average. Default: no average."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,11 @@ class Length:
     """Save a checkpoint every N steps instead of after each epoch."""
     keep: int = 2
     """Number of checkpoints to keep; older checkpoints are removed."""
+    keep_best: str | None = None
+    """Also save and keep the checkpoint with the best test loss (loss), or with the best metric
+    (its name, such as accuracy; max:NAME or min:NAME for a metric function of your own)."""
+    patience: int | None = None
+    """End the run after N evaluations in a row without a better score of --keep-best."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
 
@@ -164,7 +173,13 @@ class Recipe:
     save_pretrained of transformers has written), timm:NAME, or package.module:function."""
     init_from: Path | None = None
     """Initial weights: a run directory, or a folder with model.safetensors (default: the weights of
-    hf:FOLDER, or newly initialised weights). Names and shapes must be those of the model."""
+    hf:FOLDER, or newly initialised weights). Names and shapes must be those of the model. With
+    --lora, also a folder with an adapter of peft."""
+    lora: str | None = None
+    """Freeze the model and train LoRA adapters, with the options
+    rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Every option may be left out. targets are
+    names of linear layers, or ends of names; by default all-linear: every linear layer except the
+    output layer of a language model. Other defaults: rank 16, alpha 2 × rank, dropout 0."""
     architecture: Architecture = field(default_factory=LeNetConfig)
     """Sizes of a built-in model; classes, channels and vocabulary are taken from the dataset."""
     data: Data = Data()
@@ -184,6 +199,62 @@ def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
         section: Any = getattr(recipe, name)
         changes[name] = replace(section, **value) if isinstance(value, dict) else value
     return replace(recipe, **changes)
+
+
+def default_recipe(model: str) -> str:
+    """Return the name of the recipe for a model, if no recipe is given."""
+    return "hf" if model.startswith("hf:") else "own" if ":" in model else "lenet"
+
+
+def built_in_recipe(recipe: Recipe) -> str:
+    """Return the built-in recipe with the same kind of model, which recipe.toml names as base."""
+    kind = type(recipe.architecture)
+    return next(name for name, known in RECIPES.items() if type(known.architecture) is kind)
+
+
+def without_overridden(recipe: Recipe, given: Collection[str]) -> Recipe:
+    """Return the recipe without values that would override the `given` flags.
+
+    If epochs is given, the recipe's number of steps is removed. If batch is given, its global batch
+    is removed.
+    """
+    if "epochs" in given and "steps" not in given:
+        recipe = with_values(recipe, {"length": {"steps": None}})
+    if "batch" in given and "global_batch" not in given:
+        recipe = with_values(recipe, {"batching": {"global_batch": None}})
+    return recipe
+
+
+def with_flags(recipe: Recipe, flags: Mapping[str, object]) -> Recipe:
+    """Return a recipe with values that are named as the flags of tutti train: {"lr": 0.2}."""
+    sections: dict[str, Any] = {}
+    for name, value in flags.items():
+        path = _flag_paths(recipe).get(name)
+        if path is None:
+            close = closest_name(name, _flag_paths(recipe))
+            hint = "see tutti train --help" if close is None else f"did you mean {close}?"
+            raise UsageError(f"the recipe has no value {name}: {hint}")
+        section, _, field_name = path.rpartition(".")
+        target = getattr(recipe, section) if section else recipe
+        hint_type = get_type_hints(type(target))[field_name]
+        checked = _checked(_NONE if value is None else _toml_value(value), hint_type, name)
+        if section:
+            sections.setdefault(section, {})[field_name] = checked
+        else:
+            sections[field_name] = checked
+    try:
+        return without_overridden(with_values(recipe, sections), flags.keys())
+    except ValueError as error:  # raised by the dataclass's own check of its values
+        raise UsageError(str(error)) from None
+
+
+def _flag_paths(recipe: Recipe) -> dict[str, str]:
+    """Map the name of each flag to its path in the recipe, such as optimization.lr."""
+    paths: dict[str, str] = {}
+    for section, values in dataclasses.asdict(recipe).items():
+        inner = values if isinstance(values, dict) else {}
+        paths |= {name: f"{section}.{name}" for name in inner} or {section: section}
+    return paths
 
 
 def read_recipe(name: str) -> Recipe:
@@ -236,6 +307,8 @@ def _toml_value(value: Any) -> Any:
         return {key: _toml_value(item) for key, item in value.items()}
     if value is None:
         return _NONE
+    if isinstance(value, tuple):
+        return list(value)
     return str(value) if isinstance(value, Path) else value
 
 

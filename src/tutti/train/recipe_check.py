@@ -1,14 +1,16 @@
-"""Checks of a recipe by arithmetic, names and paths, without torch: they take milliseconds.
+"""Checks a recipe by arithmetic, names and paths. The checks need no torch and take milliseconds.
 
 The process that starts the ranks calls `check_recipe` first, so a recipe that cannot work is
-refused before a rank exists. Every rank also calls `check_recipe`, because ranks that torchrun
-starts have no such process.
+refused before a rank exists. Every rank also calls `check_recipe`, because torchrun starts ranks
+without this check.
 """
 
 import importlib.util
+import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -27,6 +29,15 @@ from tutti.data.dataset_files import (
     has_tokenizer,
 )
 from tutti.models.config import GPTConfig, LeNetConfig, OwnModelConfig, WideResNetConfig
+from tutti.models.lora_layers import (
+    ALL_LINEAR,
+    LoraOptions,
+    check_adapter_files,
+    check_peft,
+    check_target_names,
+    is_adapter_folder,
+    read_adapter,
+)
 from tutti.models.pretrained import (
     ModelError,
     check_source,
@@ -45,7 +56,8 @@ from tutti.parallel.layout import (
     flag_of,
     leave_out,
 )
-from tutti.train.recipe import RECIPES, Architecture, Recipe
+from tutti.train.best_score import parse_keep_best
+from tutti.train.recipe import RECIPES, Architecture, Recipe, read_recipe
 from tutti.train.training_schedule import check_numbers, make_schedule
 from tutti.world.errors import UsageError, did_you_mean
 
@@ -64,7 +76,7 @@ _OTHER_OPTIMIZERS = {
 }
 LOSSES = ("cross_entropy", "mse", "bce", "model")
 METRICS = ("accuracy", "mse", "mae", "none")
-# Stands for the length of the training set, which is not known before the dataset is loaded.
+# Used as the length of the training set, which is not known before the dataset is loaded.
 MANY_SAMPLES = 1 << 40
 
 
@@ -116,9 +128,14 @@ def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
             raise UsageError(f"{flag} {value} has no effect: dataset {dataset} has {size}. {cure}.")
 
 
-def check_flags_have_effect(recipe: Recipe, base: Recipe, benchmark: bool) -> None:
-    """Raise UsageError if a value differs from the value in `base` but has no effect."""
-    for name, condition in unused_fields(recipe, benchmark).items():
+def check_flags_have_effect(
+    recipe: Recipe, base: Recipe, benchmark: bool, unused: Mapping[str, str] | None = None
+) -> None:
+    """Raise UsageError if a value differs from the value in `base` but has no effect.
+
+    unused: further fields without effect, each with the flag that is the reason.
+    """
+    for name, condition in {**unused_fields(recipe, benchmark), **(unused or {})}.items():
         for section in fields(recipe):
             value, before = (getattr(getattr(r, section.name), name, None) for r in (recipe, base))
             if value != before:
@@ -162,7 +179,8 @@ def unused_fields(recipe: Recipe, benchmark: bool) -> dict[str, str]:
         unused["final_lr"] = "--schedule constant"
     if not length.evaluate:
         reason = "--benchmark" if benchmark else "--no-evaluate"
-        unused |= dict.fromkeys(("evaluate_every", "metric"), reason)
+        evaluation = ("evaluate_every", "metric", "keep_best", "patience")
+        unused |= dict.fromkeys(evaluation, reason)
     if benchmark:
         unused |= dict.fromkeys(("checkpoint_every", "keep", "epochs"), "--benchmark")
     return unused
@@ -202,7 +220,11 @@ def check_model(recipe: Recipe, *, weights: bool = True) -> None:
         raise UsageError(
             "--recipe hf needs a folder that save_pretrained wrote: add --model hf:FOLDER"
         )
-    _check_init_from(recipe)
+    try:
+        lora = _check_lora(recipe, weights)
+        _check_init_from(recipe, lora)
+    except ModelError as error:
+        raise UsageError(str(error)) from None
     if source := split_source(model):
         _check_hugging_face(recipe, *source, weights)
     elif model not in RECIPES:
@@ -224,21 +246,74 @@ def check_model(recipe: Recipe, *, weights: bool = True) -> None:
         )
 
 
-def _check_init_from(recipe: Recipe) -> None:
+def _check_lora(recipe: Recipe, weights: bool) -> LoraOptions | None:
+    """Check the options of --lora, and its targets if the names of the layers are known."""
+    if recipe.lora is None:
+        return None
+    lora = LoraOptions.parse(recipe.lora)
+    check_peft("--lora")
+    layers: list[str] = []
+    if recipe.model == "gpt":
+        layers = ["wq", "wk", "wv", "wo", "gate", "up", "down", "head"]
+    elif recipe.model.startswith("hf:") and weights:
+        saved = read_folder(recipe.model.partition(":")[2]).tensors.values()
+        matrices = [each.key for each in saved if len(each.shape) == 2]
+        layers = [key.removesuffix(".weight") for key in matrices if key.endswith(".weight")]
+        layers.append("lm_head")  # not in the files if it is tied to the embedding
+    if layers and lora.targets != (ALL_LINEAR,):
+        # The full name of a layer may differ between the model and the files. So only the last part
+        # of a target is checked here, and the full name is checked when the model is built.
+        check_target_names([target.rpartition(".")[2] for target in lora.targets], layers)
+    return lora
+
+
+def _check_init_from(recipe: Recipe, lora: LoraOptions | None) -> None:
     source = recipe.init_from
     if source is None:
         return
     if not os.path.isdir(source):  # Path.is_dir raises OSError for a name that is too long
         problem = "is a file" if os.path.isfile(source) else "does not exist"
         raise UsageError(f"--init-from {source} {problem}: give a run directory or a folder")
+    saved: LoraOptions | None = None
     if (source / "recipe.toml").is_file():
         if not any((source / "checkpoints").glob("step-*")):
             raise UsageError(f"--init-from {source} has no checkpoint: use a run with a checkpoint")
-        return
-    try:
-        saved_tensors(source)
-    except ModelError as error:
-        raise UsageError(f"--init-from: {error}") from None
+        text = read_recipe(str(source / "recipe.toml")).lora
+        saved = None if text is None else LoraOptions.parse(text)
+        if saved is not None and lora is None:
+            raise UsageError(
+                f"--init-from {source} is a run with --lora {text}: add this --lora, or give the "
+                "folder that tutti export writes"
+            )
+    elif is_adapter_folder(source):
+        adapter = read_adapter(source, "--init-from")
+        saved = LoraOptions(adapter.rank, adapter.rank * adapter.scale)
+        if recipe.model in RECIPES:
+            raise UsageError(
+                f"--init-from {source} is an adapter without the weights of --model "
+                f"{recipe.model}: give the run in which it was trained"
+            )
+        if recipe.model.startswith("hf:"):
+            check_adapter_files(adapter, read_folder(recipe.model.partition(":")[2]))
+        if lora is None:
+            raise UsageError(
+                f"--init-from {source} is an adapter: add --lora rank={saved.rank},alpha="
+                f"{saved.alpha:g} with its targets"
+            )
+    else:
+        try:
+            saved_tensors(source)
+        except ModelError as error:
+            raise UsageError(f"--init-from: {error}") from None
+    if lora is not None and saved is not None:
+        for name in ("rank", "alpha"):
+            value, found = getattr(lora, name), getattr(saved, name)
+            # The alpha of an adapter folder is rank × scale, which is rounded.
+            if not math.isclose(value, found, rel_tol=1e-4):
+                raise UsageError(
+                    f"--init-from {source} has {name} {found:g}, but --lora has {name} {value:g}: "
+                    f"use {name}={found:g}"
+                )
 
 
 def _check_hugging_face(recipe: Recipe, source: str, name: str, weights: bool) -> None:
@@ -311,12 +386,24 @@ def metric_of(recipe: Recipe) -> str:
     return recipe.task.metric or default
 
 
+def metric_name(metric: str) -> str | None:
+    """Return the name of a metric in metrics and summary.json, without `test_`; None: no metric."""
+    return None if metric == "none" else metric.rpartition(":")[2]
+
+
 def _check_task(recipe: Recipe, layout: Layout) -> None:
     loss, metric, dataset = recipe.task.loss, metric_of(recipe), recipe.data.dataset
     if loss not in LOSSES:
         check_function(loss, "--loss", LOSSES)
     if metric not in METRICS:
         check_function(metric, "--metric", METRICS)
+    length = recipe.length
+    if length.keep_best is not None:
+        parse_keep_best(length.keep_best, metric_name(metric))
+    elif length.patience is not None:
+        raise UsageError(
+            f"--patience {length.patience} needs a score that must improve: add --keep-best loss"
+        )
     if loss in ("mse", "bce") and dataset_kind(dataset) in DATASETS:
         raise UsageError(
             f"--loss {loss} needs targets that are numbers, but dataset {dataset} has class "
@@ -325,7 +412,7 @@ def _check_task(recipe: Recipe, layout: Layout) -> None:
     if loss == "model" and dataset_kind(dataset) in DATASETS:
         raise UsageError(
             f"--loss model needs a dataset whose targets are the labels of the model, but dataset "
-            f"{dataset} has targets for --loss cross_entropy: use that, or your own --dataset"
+            f"{dataset} has targets for --loss cross_entropy: use that loss, or your own --dataset"
         )
     if loss == "model" and layout.pp > 1:
         raise UsageError(
@@ -452,7 +539,7 @@ def _check_memory(recipe: Recipe, layout: Layout, rank_batch: int) -> None:
         if size > memory:
             raise UsageError(
                 f"{what} need {size / 1e9:,.0f} GB, but this machine has {memory / 1e9:,.0f} GB: "
-                "use smaller numbers"
+                "reduce these sizes"
             )
 
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import csv
+import importlib.util
 import io
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -120,20 +123,57 @@ def saved_steps(directory: str | Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
-def read_trained_run(path: Path, step: int | None) -> Recipe:
-    """Return the recipe of a run. Raise UsageError if the run has no checkpoint, or none of `step`.
+def best_step(directory: str | Path) -> int | None:
+    """Return the step of the checkpoint with the best score, or None if no checkpoint has a score.
 
-    If `step` is None, any checkpoint is enough.
+    Only scores with the name of the newest score are compared. If scores are equal, the earliest
+    step is the best. Files are not verified.
     """
+    scores: dict[int, tuple[str, float]] = {}  # step → name and value; smaller values are better
+    for step in saved_steps(directory):
+        # A checkpoint that is damaged, or that was saved without a score, is left out.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            index = json.loads(Path(directory, step_name(step), "index.json").read_bytes())
+            score = index["score"]
+            value = float(score["value"])
+            scores[step] = score["name"], -value if score["larger_is_better"] else value
+    if not scores:
+        return None
+    newest, _ = scores[max(scores)]
+    return min((value, step) for step, (name, value) in scores.items() if name == newest)[1]
+
+
+def checkpoint_step(run: Path, checkpoint: str) -> int | None:
+    """Return the step of --checkpoint best or --checkpoint STEP; None for --checkpoint last.
+
+    Raise UsageError if the run has no such checkpoint.
+    """
+    steps = saved_steps(run / "checkpoints")
+    if not steps:
+        raise UsageError(f"--run {run} has no checkpoint yet: wait for the first checkpoint")
+    if checkpoint == "last":
+        return None
+    existing = ", ".join(map(str, steps))
+    if checkpoint == "best":
+        if (step := best_step(run / "checkpoints")) is None:
+            raise UsageError(
+                f"--checkpoint best: no checkpoint of {run} has a score, which --keep-best saves: "
+                f"use last, or one of the steps {existing}"
+            )
+        return step
+    if not checkpoint.isdecimal():
+        raise UsageError(f"--checkpoint must be best, last or a step, got {checkpoint!r}")
+    if int(checkpoint) not in steps:
+        raise UsageError(f"{run} has no --checkpoint {checkpoint}: use {existing}, best or last")
+    return int(checkpoint)
+
+
+def read_trained_run(path: Path, checkpoint: str) -> Recipe:
+    """Return the recipe of a run. Raise UsageError if the run has no such --checkpoint."""
     if not (path / "recipe.toml").is_file():
         problem = "has no recipe.toml" if path.is_dir() else "does not exist"
         raise UsageError(f"--run {path} {problem}: give the --out directory of tutti train")
-    steps = saved_steps(path / "checkpoints")
-    if not steps:
-        raise UsageError(f"--run {path} has no checkpoint yet: wait for the first checkpoint")
-    if step is not None and step not in steps:
-        existing = ", ".join(map(str, steps))
-        raise UsageError(f"{path} has no checkpoint of --step {step}: use {existing}")
+    checkpoint_step(path, checkpoint)
     recipe = read_recipe(str(path / "recipe.toml"))
     if recipe.model.startswith("hf:") and (path / "model").is_dir():
         recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the original folder may have moved
@@ -183,20 +223,63 @@ def csv_of(metrics: Path) -> str:
     return text.getvalue()
 
 
+def finite(value: float | None) -> float | None:
+    """Return the value, or None if it is NaN or infinite, for which JSON has no number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def check_wandb(project: str | None) -> None:
+    """Raise UsageError if --wandb is given, but the package is not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise UsageError(f"--wandb {project} needs a package: pip install wandb")
+
+
+def _start_wandb(arguments: dict[str, Any]) -> Any:
+    """Return the W&B run of a run directory. A resumed run continues its W&B run."""
+    wandb: Any = importlib.import_module("wandb")
+    folder = Path(arguments["dir"])
+    file = folder / "wandb" / "run-id"
+    resumed = file.is_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        name = file.read_text() if resumed else os.urandom(4).hex()
+        run = wandb.init(**arguments, id=name, resume="allow" if resumed else None)
+        write_atomically(file, name)
+        return run
+    except Exception as error:  # the package has many kinds of errors, which depend on its version
+        if not resumed:  # a new attempt with the same --out needs an empty run directory
+            shutil.rmtree(file.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        cure = "Run wandb login, or set WANDB_MODE=offline."
+        raise UsageError(f"--wandb {arguments['project']}: {reason}. {cure}") from None
+
+
+WANDB_METRICS = "metrics in W&B"  # the name in `Metrics.failed`
+
+
 class Metrics:
-    """Writes JSON lines to one file per rank and, on request, TensorBoard files.
+    """Writes JSON lines to one file per rank and, on request, to TensorBoard and W&B.
 
     A full disk does not end the training: lines that could not be written are written later.
     `failed` maps each incomplete file to the reason why lines are missing.
     """
 
-    def __init__(self, directory: Path, rank: int, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        tensorboard: Path | None = None,
+        wandb: dict[str, Any] | None = None,
+    ) -> None:
+        """`tensorboard`: the directory of its files. `wandb`: the arguments of wandb.init."""
         self.path = directory / f"rank{rank}.jsonl"
         self.failed: dict[str, str] = {}
         self._lines: list[str] = []
         self._board: Any = None
         if tensorboard is not None:
-            try:  # all ranks import it, so that all ranks raise the same error
+            try:  # every rank imports TensorBoard, so that all ranks raise the same error
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UsageError(
@@ -205,6 +288,7 @@ class Metrics:
             if rank == 0:
                 with self._tensorboard_errors():
                     self._board = SummaryWriter(str(tensorboard))
+        self._wandb = _start_wandb(wandb) if wandb is not None and rank == 0 else None
 
     def rewind(self, step: int) -> None:
         """Drop the lines of `step` and of later steps, which a resumed run writes again."""
@@ -231,6 +315,9 @@ class Metrics:
                 for name, value in values.items():
                     if isinstance(value, (int, float)):
                         self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            with self._wandb_errors():
+                self._wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
 
     def flush(self) -> None:
         """Write the added lines to the file; if that fails, keep them for the next call."""
@@ -252,11 +339,16 @@ class Metrics:
         self._lines.clear()
         self.failed.pop(str(self.path), None)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """Write the remaining lines. `failed` marks the run as failed in W&B."""
         self.flush()
         if self._board is not None:
             with self._tensorboard_errors():
                 self._board.close()
+        if self._wandb is not None:
+            with self._wandb_errors():
+                self._wandb.finish(exit_code=int(failed))
+            self._wandb = None
 
     @contextlib.contextmanager
     def _tensorboard_errors(self) -> Iterator[None]:
@@ -266,3 +358,13 @@ class Metrics:
         except OSError as error:
             self.failed["TensorBoard files"] = error.strerror or str(error)
             self._board = None
+
+    @contextlib.contextmanager
+    def _wandb_errors(self) -> Iterator[None]:
+        """If W&B fails, record the reason and stop logging to it."""
+        try:
+            yield
+        except Exception as error:  # the package has many kinds of errors
+            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            self.failed[WANDB_METRICS] = reason
+            self._wandb = None

@@ -50,9 +50,9 @@ def check_same_samples(world: World, samples: Samples, seed: int) -> None:
 def describe_samples(samples: Samples, kind: str, seed: int) -> dict[str, int]:
     """Return the number of samples, and hashes of the inputs and targets of a few samples.
 
-    The samples are fetched twice with the same seeds. If the inputs differ, a transform uses a
-    generator that the seeds do not reach, so inputs cannot be compared between ranks and are left
-    out.
+    The samples are fetched twice with the same seeds. If the two inputs of a sample differ, a
+    transform uses its own random number generator. Then inputs cannot be compared between ranks and
+    are left out.
     """
     described = {f"{kind} samples": len(samples)}
     count = min(_COMPARED_SAMPLES, len(samples))

@@ -7,8 +7,10 @@ A step does not wait for the device: no `.item()`, no branch on a tensor. The lo
 tensor, and its value is read many steps later.
 """
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,12 @@ from tutti.data.split import even
 from tutti.parallel.engine import Engine
 from tutti.parallel.grad_norm import clip_by_global_norm, global_norm
 from tutti.parallel.tensor import loss_context
+from tutti.train.ema import MovingAverage
 from tutti.train.memory import MemoryByCause
 from tutti.train.recipe import Compute
-from tutti.train.task import Task
+from tutti.train.task import IGNORED, Task
 from tutti.train.telemetry import StepTimer
+from tutti.world.errors import UsageError
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Maps a precision to its autocast dtype. Other precisions compute in the parameters' dtype."""
@@ -44,6 +48,7 @@ class Step:
         clip: float | None = None,
         timer: StepTimer | None = None,
         memory: MemoryByCause | None = None,
+        ema: MovingAverage | None = None,
     ) -> None:
         """`example` is one real sample, for microbatches in which this rank has no samples."""
         self.engine = engine
@@ -58,6 +63,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self.timer = timer or StepTimer(self.device, own_time=False)
         self.memory = memory
+        self.ema = ema
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; None: unknown
         self._loss_sums = task.loss_sums
         if compute.compile and engine.world.size == 1:
@@ -103,14 +109,25 @@ class Step:
         autocast: AbstractContextManager[None] = nullcontext()
         if self.autocast is not None:
             autocast = torch.autocast(self.device.type, self.autocast, cache_enabled=False)
-        with autocast, loss_context(mesh.layout.tp > 1):
-            loss = self.engine.run(
-                parts,
-                loss_of,
-                example=self.example,
-                scale=self.scaler.scale,
-                clock=self.timer,
-            )
+        try:
+            with autocast, loss_context(mesh.layout.tp > 1):
+                loss = self.engine.run(
+                    parts,
+                    loss_of,
+                    example=self.example,
+                    scale=self.scaler.scale,
+                    clock=self.timer,
+                )
+        except IndexError as error:
+            # The error is caught here and not in the loss function, because the loss function may
+            # be compiled. On a GPU, a CUDA error is raised instead, which is not translated.
+            if found := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error)):
+                raise UsageError(
+                    f"--dataset: a target is {found[1]}, but the outputs of --model "
+                    f"{self.task.model} have fewer classes: correct the target, or use {IGNORED} "
+                    "for targets without a loss"
+                ) from None
+            raise
         self.timer.gradients_ready()
         if self.task.weights_from_loss:
             loss = self._divide_by_weights(loss, weights, batch.global_count)
@@ -124,6 +141,8 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update()
         return loss
 
     def _divide_by_weights(self, loss: Tensor, weights: list[Tensor], samples: int) -> Tensor:
@@ -146,7 +165,7 @@ class Step:
 
 
 def as_model_dtype(inputs: Nested, model: nn.Module) -> Nested:
-    """Return inputs in the model's dtype. Datasets have float32; a model may be float64."""
+    """Return floating-point inputs in the model's dtype, because a model may be float64."""
     return _as_dtype(inputs, next(model.parameters()).dtype)
 
 
@@ -178,10 +197,16 @@ class Score:
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, loader: Loader, task: Task, example: Nested, autocast: torch.dtype | None
+    engine: Engine,
+    loader: Loader,
+    task: Task,
+    example: Nested,
+    autocast: torch.dtype | None,
+    batches: int | None = None,
 ) -> Score:
     """Return loss and metric of a model over all samples of a loader, over all ranks.
 
+    If `batches` is given, only this many batches are used.
     Sums are in float64 and counts are exact, even if ranks have different numbers of samples.
     """
     model, device = engine.model, engine.world.device
@@ -189,7 +214,7 @@ def evaluate(
     model.eval()
     # The five sums: losses, weights of losses, metric values, weights of metric values, count.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
-    for batch in loader.stream(epochs=1):
+    for batch in islice(loader.stream(epochs=1), batches):
         targets = as_loss_dtype(batch.targets, model)
         inputs = task.model_inputs(as_model_dtype(batch.inputs, model), targets, model)
         with torch.autocast(device.type, autocast, enabled=autocast is not None):

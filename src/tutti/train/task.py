@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti.comm.collectives import all_reduce
 from tutti.data.nested import Nested, count_rows, describe
+from tutti.train.recipe_check import metric_name
 from tutti.world.errors import UsageError
 
 IGNORED = -100  # the target of a token that adds no loss: cross_entropy's default ignore_index
@@ -52,7 +53,7 @@ class Task:
     @property
     def metric_name(self) -> str | None:
         """The metric's name in metrics and summary.json, without `test_`; None: no metric."""
-        return None if self.metric == "none" else self.metric.rpartition(":")[2]
+        return metric_name(self.metric)
 
     @property
     def weights_from_loss(self) -> bool:

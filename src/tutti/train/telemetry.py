@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median_low
@@ -55,8 +55,8 @@ class StepTimer:
 
     The same steps are measured on all ranks. The timer implements the StepClock protocol; engines
     call its methods. Recording a time does not wait for the device. On CUDA, a time is an event in
-    the stream of the step, so the interval also includes delays by a host that launches kernels too
-    late.
+    the stream of the step, so the interval also includes the time in which the GPU waits for the
+    host to launch kernels.
     """
 
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
@@ -234,7 +234,8 @@ class StatusSync:
             own_seconds=tuple(zip(measured, own_seconds, strict=True)),
         )
         self._first += steps
-        # The interval at most doubles, as the first steps (compilation, warm-up) are not typical.
+        # The interval is at most doubled, because the first steps (compilation, warm-up) are not
+        # typical.
         steps_in_interval = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
         self.next_at = self._first + max(1, min(_MAX_SYNC_STEPS, 2 * steps, steps_in_interval))
         self._losses, self._busy_seconds, self._since = [], 0.0, time.perf_counter()
@@ -266,9 +267,11 @@ class Throughput:
     """
 
     def __init__(self, world: World, precision: str, architecture: Any, seq_len: int) -> None:
+        """`architecture`: a GPTConfig, or None. `seq_len`: tokens of a sample, or 0."""
         self._world, self._seq_len = world, seq_len
         is_gpt = isinstance(architecture, GPTConfig)
         self._token_flops: int | None = architecture.flops_per_token(seq_len) if is_gpt else None
+        self.tokens_per_s: float | None = None  # since the last sync; None: samples have no tokens
         self._peak: tuple[float, str] | None = None
         if is_gpt and world.device.type == "cuda":
             from tutti.machine.hardware_catalogue import peak_flops
@@ -279,8 +282,8 @@ class Throughput:
         self._seconds = 0.0
         self.samples_per_s: float | None = None
 
-    def describe(self, status: Status, samples: int) -> str:
-        """Add the samples of one sync. Return the text for the progress line."""
+    def add(self, status: Status, samples: int) -> list["Part"]:
+        """Add the samples of one sync. Return the rates for the progress line."""
         rate = samples / status.seconds
         if self.samples_per_s is None:
             self.samples_per_s = rate  # replaced if a second sync follows
@@ -288,18 +291,23 @@ class Throughput:
             self._samples += samples
             self._seconds += status.seconds
             self.samples_per_s = self._samples / self._seconds
-        step_ms = three_digits(1000 * status.seconds / len(status.losses))
-        text = f"{rate:,.0f} samples/s  {step_ms} ms/step"
-        if self._token_flops is None:
-            return text
-        mfu = self._mfu(rate)
-        mfu_text = "unknown" if mfu is None else f"{100 * mfu:.1f} %"
-        return f"{text}  {rate * self._seq_len:,.0f} tokens/s  MFU {mfu_text}"
+        step_ms = f"{three_digits(1000 * status.seconds / len(status.losses))} ms/step"
+        parts = [(f"{rate:,.0f} samples/s", f"{_short_count(rate)}/s"), (step_ms, step_ms)]
+        if self._seq_len:
+            self.tokens_per_s = tokens = rate * self._seq_len
+            parts.insert(0, (f"{tokens:,.0f} tokens/s", f"{_short_count(tokens)} tok/s"))
+        if self._token_flops is not None:
+            mfu = self._mfu(rate)
+            text = f"MFU {'unknown' if mfu is None else f'{100 * mfu:.1f} %'}"
+            parts.append((text, text))
+        return parts
 
     def summary(self) -> dict[str, Any]:
         """Return tokens per second and MFU with its formula, for summary.json."""
-        if self._token_flops is None or self.samples_per_s is None:
+        if not self._seq_len or self.samples_per_s is None:
             return {}
+        if self._token_flops is None:
+            return {"tokens_per_s": self.samples_per_s * self._seq_len}
         flops = f"{self._token_flops:,} FLOP per token (6 N + 12 L d s)"
         return {
             "tokens_per_s": self.samples_per_s * self._seq_len,
@@ -314,6 +322,14 @@ class Throughput:
         # Ranks that share a GPU count as one device.
         devices = self._world.size / self._world.ranks_on_device
         return samples_per_s * self._seq_len * self._token_flops / (devices * self._peak[0])
+
+
+def _short_count(value: float) -> str:
+    """Return a number in at most five characters: 812, 12.3k, 1.2M."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{three_digits(value / factor)}{unit}"
+    return three_digits(value)
 
 
 _WINDOW_STEPS = 20  # number of measured steps that a straggler warning is based on
@@ -375,9 +391,12 @@ class Stragglers:
 
 
 _LINE_SECONDS = 5.0
+_MAX_BAR, _MIN_BAR = 20, 4  # columns
+_ETA_COLUMNS = len("00:00:00")
+_SHORT_PARTS = 3  # the first parts (loss, throughput, memory) are shortened before any is left out
 
-
-_BAR_WIDTH = 20  # columns; of 80 columns, about 40 are left for loss and speed
+Part = tuple[str, str]
+"""A part of the progress line, in full and in a short form for a narrow terminal."""
 
 
 class ProgressReport:
@@ -390,39 +409,49 @@ class ProgressReport:
         self._bar: Progress | None = None
         self._next_line = time.monotonic()
         if shown and sys.stderr.isatty():
+            self._column = BarColumn(_MAX_BAR)
             self._bar = Progress(
-                TextColumn("train"),
-                BarColumn(_BAR_WIDTH),
+                self._column,
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 console=self._console,
             )
-            self._task = self._bar.add_task("train", total=steps, completed=first, text="")
+            text = self._fitted([])
+            self._task = self._bar.add_task("", total=steps, completed=first, text=text)
             self._bar.start()
 
-    def show(self, step: int, text: str) -> None:
+    def show(self, step: int, parts: Sequence[Part]) -> None:
+        """Show the step and as many parts as fit, the most important first."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=self._fitted(text))
+            self._bar.update(self._task, completed=step, text=self._fitted(parts))
         elif self._shown and (time.monotonic() >= self._next_line or step == self._steps):
+            text = "  ".join(full for full, _ in parts)
             print(f"step {step}/{self._steps}: {text}", file=sys.stderr, flush=True)
             self._next_line = time.monotonic() + _LINE_SECONDS
 
-    def announce(self, text: str) -> None:
+    def announce(self, text: str, short: str) -> None:
         """Show what the run does next, for example an evaluation."""
         if self._bar is not None:
-            self._bar.update(self._task, text=self._fitted(text))
+            self._bar.update(self._task, text=self._fitted([(text, short)]))
         elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    def _fitted(self, text: str) -> str:
-        """Return as many parts of the text as fit beside the bar, so that rich shortens nothing."""
+    def _fitted(self, parts: Sequence[Part]) -> str:
+        """Return the text beside the bar, and set the width of the bar to the remaining columns.
+
+        Rich would cut off a line that is too long with an ellipsis.
+        """
         count = 2 * len(str(self._steps)) + 1
-        width = self._console.width - len("train") - _BAR_WIDTH - count - len("0:00:00") - 4
-        parts = text.split("  ")
-        while len(parts) > 1 and len("  ".join(parts)) > width:
-            parts.pop()
-        return "  ".join(parts)
+        width = self._console.width - _MIN_BAR - count - _ETA_COLUMNS - 3  # 3 spaces
+        full, short = ([part[form] for part in parts] for form in (0, 1))
+        fewest = min(len(full), _SHORT_PARTS)
+        candidates = [full[:n] for n in range(len(full), fewest - 1, -1)]
+        candidates += [short[:n] for n in range(fewest, 0, -1)]
+        texts = ["  ".join(candidate) for candidate in candidates]
+        text = next((text for text in texts if len(text) <= width), "")
+        self._column.bar_width = min(_MAX_BAR, _MIN_BAR + width - len(text)) if width > 0 else 1
+        return text
 
     def print(self, text: str) -> None:
         if self._shown:

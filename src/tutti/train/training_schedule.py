@@ -80,9 +80,9 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
     layout = layout_of(recipe.parallel.layout, ranks)
     _check_layout(recipe, layout)
     data_ranks = layout.data_ranks
-    ranks_text = f"{data_ranks} ranks"
+    ranks_text = f"{data_ranks} rank{'s' * (data_ranks > 1)}"
     if not layout.only_replicas:
-        ranks_text = f"{data_ranks} data ranks of {layout}"
+        ranks_text = f"{data_ranks} data rank{'s' * (data_ranks > 1)} of {layout}"
     accumulation, accumulation_reason = batching.accumulation or 1, ""
     if batching.accumulation is None and layout.pp > 1:
         # A pipeline with p ranks and m microbatches is idle for a fraction (p - 1) / (m + p - 1) of
@@ -229,6 +229,7 @@ def check_numbers(recipe: Recipe) -> None:
         "keep": length.keep,
         "evaluate-every": length.evaluate_every,
         "checkpoint-every": length.checkpoint_every,
+        "patience": length.patience,
     }
     for flag, count in counts.items():
         if count is not None and count < 1:
@@ -243,6 +244,7 @@ def check_numbers(recipe: Recipe) -> None:
         ("weight-decay", o.weight_decay, 0 <= o.weight_decay < math.inf, "finite and at least 0"),
         ("clip", o.clip, o.clip is None or o.clip > 0, "positive"),
         ("warmup", o.warmup, 0 <= o.warmup < 1, f"{below_one} (a fraction of the run)"),
+        ("ema", o.ema, o.ema is None or 0 < o.ema < 1, "greater than 0 and less than 1"),
         ("final-lr", o.final_lr, 0 <= o.final_lr <= 1, "from 0 to 1 (a fraction of the peak)"),
         ("epochs", length.epochs, epochs_valid, "finite and positive"),
         ("workers", data.workers, 0 <= data.workers <= _MAX_WORKERS, f"0 to {_MAX_WORKERS}"),

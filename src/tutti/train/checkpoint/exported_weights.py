@@ -4,7 +4,11 @@
     model.safetensors.index.json      the file of each tensor, if there are several files
     config.json, tokenizer.json, …    format hf: copied from the model's folder
     model.pt                          format state_dict: instead of safetensors, for torch.load
+    adapter_model.safetensors         format adapter: the LoRA matrices of a run with --lora, with
+    adapter_config.json               their configuration, for PeftModel.from_pretrained
     README.md                         a model card with the recipe and the figures of the run
+
+The other formats contain the LoRA matrices of a run merged into the weights: W + scale · B A.
 
 The folder is written under a temporary name and renamed when all files are complete.
 """
@@ -14,33 +18,45 @@ import math
 import os
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti.measure.units import format_bytes
+from tutti.models.lora_layers import (
+    ADAPTER_WEIGHTS,
+    MATRICES,
+    LoraOptions,
+    check_peft,
+    is_transposed_linear,
+    peft_config,
+    saved_name,
+)
 from tutti.models.pretrained import (
     ModelError,
     build_causal_lm,
     copy_side_files,
     read_folder,
     saved_form,
+    tied_names,
 )
 from tutti.parallel.materialize import build_with_buffers, read_shards
 from tutti.train.checkpoint import format as checkpoint_format
 from tutti.train.checkpoint.format import DTYPE_NAMES, DTYPES, Index
 from tutti.train.checkpoint.load import chunks_of, verify
 from tutti.train.recipe import Recipe, read_recipe
+from tutti.train.run_directory import checkpoint_step
 from tutti.world.errors import UsageError
 
-Format = Literal["safetensors", "hf", "state_dict"]
+Format = Literal["safetensors", "hf", "state_dict", "adapter"]
 _MAX_FILE_BYTES = 5_000_000_000
 _PREFIX = "model."  # begins the name of every model tensor in a checkpoint
+_EMA_PREFIX = "ema."  # begins the name of the moving average of a parameter
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class _Entry:
     """A tensor of the exported folder."""
 
     name: str
-    source: str  # name of the tensor in the checkpoint
+    source: str  # name of the tensor in the model, without the parts that --lora adds
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -60,13 +76,21 @@ class _Entry:
 class Export:
     """The export of one checkpoint. The constructor checks the arguments, `write` writes files."""
 
-    def __init__(self, run: Path, step: int | None, to: Path, kind: Format | None) -> None:
+    def __init__(
+        self, run: Path, checkpoint: str, to: Path, kind: Format | None, ema: bool | None = None
+    ) -> None:
+        """`checkpoint` and `ema` are the flags of tutti export."""
         if not (run / "recipe.toml").is_file():
             problem = "has no recipe.toml" if run.is_dir() else "does not exist"
             raise UsageError(f"--run {run} {problem}. Use the --out directory of tutti train.")
         self.run, self.to = run, to
         self.recipe: Recipe = read_recipe(str(run / "recipe.toml"))
+        step = checkpoint_step(run, checkpoint)
         self.path, self.index = _complete_checkpoint(run / "checkpoints", step)
+        averages = {name for name in self.index["tensors"] if name.startswith(_EMA_PREFIX)}
+        if ema and not averages:
+            raise UsageError(f"--ema: {run} was trained without --ema. Omit --ema.")
+        self.ema = bool(averages) if ema is None else ema
         is_hf = self.recipe.model.startswith("hf:")
         self.kind: Format = kind or ("hf" if is_hf else "safetensors")
         if self.kind == "hf" and not is_hf:
@@ -74,17 +98,54 @@ class Export:
                 f"--format hf needs a run of --model hf:FOLDER, but {run} has the model "
                 f"{self.recipe.model}. Use --format safetensors."
             )
+        self.lora = None if self.recipe.lora is None else LoraOptions.parse(self.recipe.lora)
+        if self.kind == "adapter" and self.lora is None:
+            raise UsageError(
+                f"--format adapter needs a run with --lora, but {run} trained the whole model. Use "
+                f"--format {'hf' if is_hf else 'safetensors'}."
+            )
+        if self.kind == "adapter":
+            try:
+                check_peft("--format adapter")
+            except ModelError as error:
+                raise UsageError(str(error)) from None
         self.side_files = run / "model"
         if is_hf and not self.side_files.is_dir():
             self.side_files = Path(self.recipe.model.partition(":")[2])
-        tensors = {
-            name.removeprefix(_PREFIX): (DTYPES[saved["dtype"]], tuple(saved["shape"]))
-            for name, saved in self.index["tensors"].items()
+        saved = {
+            name.removeprefix(_PREFIX): (DTYPES[each["dtype"]], tuple(each["shape"]))
+            for name, each in self.index["tensors"].items()
             if name.startswith(_PREFIX)
         }
+        self._base = self._base_model() if is_hf and (self.kind == "hf" or self.lora) else None
+        ends = {matrix: f".{matrix}.default.weight" for matrix in MATRICES}
+        self._adapted = [
+            name.removesuffix(ends["lora_A"])
+            for name in saved
+            if self.lora is not None and name.endswith(ends["lora_A"])
+        ]
+        matrices = {
+            saved_name(layer, matrix): f"{layer}{ends[matrix]}"
+            for layer in self._adapted
+            for matrix in MATRICES
+        }
+        self._sources = matrices
+        """Maps the name of a tensor, without the parts that --lora adds, to its saved name."""
+        self._untied: dict[str, str] = {}
+        if self.kind != "adapter":
+            rest = saved.keys() - matrices.values()
+            self._sources = {
+                _base_name(name, self._adapted): name for name in saved if name in rest
+            }
+            self._untied = self._untie()
+            self._sources |= self._untied
+        tensors = {name: saved[source] for name, source in self._sources.items()}
         self._convert: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None
         if self.kind == "hf":
-            self._convert = self._conversion(tensors)
+            assert self._base is not None
+            self._convert = saved_form(
+                self._base, {name: each[1] for name, each in tensors.items()}
+            )
         self.entries = [
             _Entry(new_name, name, dtype, tuple(converted.shape))
             for name, (dtype, shape) in tensors.items()
@@ -98,19 +159,35 @@ class Export:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
 
-    def _conversion(
-        self, tensors: Mapping[str, Any]
-    ) -> Callable[[str, Tensor], Mapping[str, Tensor]] | None:
-        """Return the function that converts a tensor to the tensors that transformers saves.
-
-        Return None if tensors are saved as they are in the model.
-        """
+    def _base_model(self) -> nn.Module:
+        """Return the Hugging Face model of the run on the meta device, without adapters."""
         try:
             folder = read_folder(self.side_files, weights=False)
-            model = build_with_buffers(lambda: build_causal_lm(folder))
+            return build_with_buffers(lambda: build_causal_lm(folder))
         except ModelError as error:
             raise UsageError(f"--run {self.run}: {error}") from None
-        return saved_form(model, {name: shape for name, (_, shape) in tensors.items()})
+
+    def _untie(self) -> dict[str, str]:
+        """Return {adapted weight: the name under which the checkpoint contains it} of tied weights.
+
+        Such a weight is tied, for example to the embedding. After the merge, it is not tied.
+        """
+        untied = {}
+        for layer in self._adapted:
+            name = f"{layer}.weight"
+            if name in self._sources:
+                continue
+            ties = [] if self._base is None else tied_names(self._base).values()
+            first = next(
+                (n for tie in ties if name in tie for n in tie if n in self._sources), None
+            )
+            if first is None:
+                raise UsageError(
+                    f"{layer} shares its weight with another layer, so its adapter cannot be "
+                    "merged. Use --format adapter."
+                )
+            untied[name] = self._sources[first]
+        return untied
 
     def _converted(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         if self._convert is None:
@@ -149,7 +226,11 @@ class Export:
         return sorted(path for path in self.to.iterdir())
 
     def _write_files(self, folder: Path) -> None:
-        files = _divide(self.entries, 1 << 62 if self.kind == "state_dict" else _MAX_FILE_BYTES)
+        whole = self.kind in ("state_dict", "adapter")
+        files = _divide(self.entries, 1 << 62 if whole else _MAX_FILE_BYTES)
+        if self.kind == "adapter":
+            files = {ADAPTER_WEIGHTS: self.entries}
+            self._adapter_config().save_pretrained(folder)
         for name, entries in files.items():
             self._write_safetensors(folder / name, entries)
         if len(files) > 1:
@@ -192,16 +273,63 @@ class Export:
         for entry in entries:
             if entry.source != source:
                 source, parts = entry.source, {}
-                saved = self.index["tensors"][_PREFIX + entry.source]
-                whole = torch.empty(tuple(saved["shape"]), dtype=entry.dtype)
-                chunks = chunks_of(self.path, saved)
-                read_shards([(whole, chunks)], checkpoint_format.open_tensors)
+                whole = self._read_saved(self._sources[entry.source])
+                layer = entry.source.removesuffix(".weight")
+                if layer in self._adapted and self.kind != "adapter":
+                    self._merge(layer, whole)
                 parts = dict(self._converted(entry.source, whole))
             yield entry, parts[entry.name].contiguous()
+
+    def _read_saved(self, name: str) -> Tensor:
+        """Return a whole tensor of the checkpoint."""
+        saved = self.index["tensors"][_PREFIX + name]
+        # The average of a float16 or bfloat16 parameter is float32 in the checkpoint.
+        whole = torch.empty(tuple(saved["shape"]), dtype=DTYPES[saved["dtype"]])
+        if self.ema:  # frozen parameters and buffers have no average
+            saved = self.index["tensors"].get(_EMA_PREFIX + name, saved)
+        read_shards([(whole, chunks_of(self.path, saved))], checkpoint_format.open_tensors)
+        return whole
+
+    def _merge(self, layer: str, weight: Tensor) -> None:
+        """Add the LoRA matrices of a layer to its weight, with the operations of peft."""
+        assert self.lora is not None
+        a, b = (self._read_saved(f"{layer}.{matrix}.default.weight") for matrix in MATRICES)
+        delta = b @ a
+        weight += (delta.T if self._is_transposed(layer) else delta) * (
+            self.lora.alpha / self.lora.rank
+        )
+
+    def _is_transposed(self, layer: str) -> bool:
+        """Return whether a layer is a Conv1D, whose weight is (inputs, outputs)."""
+        if self._base is not None:
+            return is_transposed_linear(self._base.get_submodule(layer))
+        saved = {name.removeprefix(_PREFIX): each for name, each in self.index["tensors"].items()}
+        a, b = (saved[f"{layer}.{matrix}.default.weight"]["shape"] for matrix in MATRICES)
+        weight = saved.get(f"{layer}.base_layer.weight", {"shape": [b[0], a[1]]})["shape"]
+        return [*weight] != [b[0], a[1]]
+
+    def _adapter_config(self) -> Any:
+        assert self.lora is not None
+        names = [name for name in self.index["tensors"] if name.startswith(_PREFIX)]
+        names = [_base_name(name.removeprefix(_PREFIX), self._adapted) for name in names]
+        modules = {name.rpartition(".")[0] for name in names}
+        config = peft_config(
+            self.lora,
+            self._adapted,
+            [name for name in modules if name not in self._adapted and "lora_" not in name],
+            transposed=any(self._is_transposed(layer) for layer in self._adapted),
+            causal_lm=self._base is not None,
+        )
+        config.inference_mode = True
+        if self._base is not None:
+            config.base_model_name_or_path = self.recipe.model.partition(":")[2]
+        return config
 
     def _write_config(self, file: Path) -> None:
         """Set the dtype in config.json to the dtype of the exported weights."""
         config = json.loads(file.read_text())
+        if self._untied:
+            config["tie_word_embeddings"] = False
         dtypes = {str(entry.dtype).removeprefix("torch.") for entry in self.entries}
         if len(dtypes) == 1:
             config.pop("torch_dtype", None)
@@ -214,6 +342,7 @@ class Export:
             summary = json.loads((self.run / "summary.json").read_text())
         figures = [
             ("training steps", self.index["step"]),
+            ("weights", "moving average (EMA)" if self.ema else None),
             ("layout", summary.get("layout")),
             ("final training loss", summary.get("final_loss")),
             ("test loss", summary.get("test_loss")),
@@ -243,11 +372,6 @@ class Export:
 
 def _complete_checkpoint(directory: Path, step: int | None) -> tuple[Path, Index]:
     steps = checkpoint_format.saved_steps(directory)
-    if not steps:
-        raise UsageError(f"{directory.parent} has no checkpoint. Wait for the first checkpoint.")
-    if step is not None and step not in steps:
-        existing = ", ".join(map(str, steps))
-        raise UsageError(f"{directory.parent} has no checkpoint of --step {step}. Use {existing}.")
     problem = ""
     for candidate in reversed(steps) if step is None else [step]:
         path = directory / checkpoint_format.step_name(candidate)
@@ -256,6 +380,12 @@ def _complete_checkpoint(directory: Path, step: int | None) -> tuple[Path, Index
             return path, index
         problem = f"{path.name} is damaged: {index}"
     raise UsageError(f"{directory} has no complete checkpoint: {problem}")
+
+
+def _base_name(name: str, adapted: Collection[str]) -> str:
+    """Return the name in the base model of a tensor in a model with adapters."""
+    layer, part, key = name.rpartition(".base_layer.")
+    return f"{layer}.{key}" if part and layer in adapted else name
 
 
 def _divide(entries: list[_Entry], limit: int) -> dict[str, list[_Entry]]:

@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tutti.parallel.mesh import Box
+from tutti.train.run_directory import best_step as best_step
 from tutti.train.run_directory import saved_steps as saved_steps
 from tutti.train.run_directory import step_name as step_name
 
@@ -81,6 +82,7 @@ class Index(TypedDict):
     ranks: int
     versions: dict[str, str]
     state: dict[str, Any]
+    score: dict[str, Any] | None  # "name", "value", "larger_is_better"; see `best_step`
     # "kind": class name of the optimizer. "groups": options of each parameter group. "values": maps
     # parameter name and slot to the numbers and strings in the optimizer's state.
     optimizer: dict[str, Any] | None

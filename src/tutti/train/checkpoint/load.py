@@ -1,11 +1,11 @@
-"""Loading: verify the newest checkpoint on all ranks, compare it with the model, read local shards.
+"""Loads checkpoints: verifies the newest one, compares it with the model, reads this rank's shards.
 
 A checkpoint saved by any number of ranks in any layout loads into any other layout: each rank reads
 the parts of the saved shards that intersect its own shards. No rank reads or holds the whole model.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tutti import comm
 from tutti.parallel.materialize import FileChunk, read_shards
+from tutti.parallel.mesh import local_shard
 from tutti.train.checkpoint import format as checkpoint_format
 from tutti.train.checkpoint.format import DTYPES, Damaged, Index, SavedTensor, box_of, step_name
 from tutti.train.checkpoint.training_state import (
@@ -49,7 +50,9 @@ def print_on_rank_0(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng: bool) -> Loaded:
+def load_checkpoint(
+    directory: Path, state: TrainingState, step: int | None, rng: bool, use_ema: bool | None
+) -> Loaded:
     """Load a checkpoint in place. This function implements `Checkpoints.load`."""
     path, index = _newest_complete(directory, step)
     # In a pipeline V-schedule, a rank with tied parameters has two tensors with the same name.
@@ -62,13 +65,40 @@ def load_checkpoint(directory: Path, state: TrainingState, step: int | None, rng
         old, new = DTYPES[saved[converted[0]]["dtype"]], targets[converted[0]].dtype
         notes.append(f"converted {_join_names(converted)} from {old} to {new}")
     slots = state.empty_slots(saved)
+    if use_ema is not False:
+        tensors_to_read, note = _averages(path, saved, tensors_to_read, required=bool(use_ema))
+        notes += note
     _read_tensors(path, index, tensors_to_read)
+    averages = state.ema_tensors()
+    _read_tensors(path, index, [(name, value) for name, value, _ in averages if name in saved])
+    missing = [(average, weight) for name, average, weight in averages if name not in saved]
+    for average, weight in missing:
+        local_shard(average).copy_(local_shard(weight))
+    if missing:
+        notes.append("the checkpoint has no moving average: --ema starts from the loaded weights")
     for tensors in slots.values():
         _read_tensors(path, index, tensors.items())
     state.restore_optimizer(index["optimizer"], slots)
     if rng:
         notes += _restore_rng(path, index)
     return Loaded(index["step"], path, index["ranks"], index["state"], tuple(notes))
+
+
+def _averages(
+    path: Path,
+    saved: Mapping[str, SavedTensor],
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    required: bool,
+) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    """Replace the names of parameters by the names of their moving averages, and return a note."""
+    if not any(name.startswith("ema.") for name in saved):
+        if required:
+            raise UsageError(f"{path} has no moving average: the run was trained without --ema")
+        return [*tensors], []
+    names = [(f"ema.{name.removeprefix('model.')}", name) for name, _ in tensors]
+    chosen = [average if average in saved else name for average, name in names]
+    values = [value for _, value in tensors]
+    return [*zip(chosen, values, strict=True)], ["weights: the moving average of --ema"]
 
 
 def _newest_complete(directory: Path, step: int | None) -> tuple[Path, Index]:

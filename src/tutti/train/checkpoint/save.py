@@ -1,4 +1,4 @@
-"""Saving: which rank writes which shard, the snapshot, and the background thread that writes it.
+"""Saves checkpoints: assigns shards to ranks, takes a snapshot, and writes it in a thread.
 
 All ranks exchange descriptions of their shards and derive the same assignment of shards to writers,
 so every shard is written once. A snapshot in host memory takes milliseconds; a thread on each rank
@@ -43,6 +43,7 @@ from tutti.train.checkpoint.format import (
     Chunk,
     Index,
     SavedTensor,
+    best_step,
     box_of,
     coverage_error,
     record_of,
@@ -83,8 +84,9 @@ class Checkpoints:
     thread. A save that fails (on a full disk, for example) does not end the training: the next
     `save` or `wait` prints the reason and records it in `failed`; earlier checkpoints stay.
 
-    keep: how many of the newest checkpoints to keep; None keeps all. timeout: how many seconds
-    rank 0 waits for the files of the other ranks.
+    keep: how many of the newest checkpoints to keep; None keeps all. The checkpoint with the best
+    score is kept, too (see `save`). timeout: how many seconds rank 0 waits for the files of the
+    other ranks.
     """
 
     def __init__(
@@ -118,20 +120,26 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         *,
         aliases: Mapping[str, str] | None = None,
+        ema: Mapping[nn.Parameter, torch.Tensor] | None = None,
+        score: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the current state of the training. Return when a snapshot is taken.
+        """Save the current state of the training. Return as soon as a snapshot is taken.
 
         state: any JSON values to restore (number of samples, position in the data, scaler, …); the
         values of rank 0 are saved. The random number generators of every rank are also saved.
         aliases: maps the name of each parameter that is a copy (a tied embedding on the last stage)
-        to the name of the original. The parameter is saved once, under the original name.
+        to the name of the original. The parameter is saved once, under the original name. ema:
+        maps each parameter to its moving average, which is sharded as the parameter is. score: a
+        dictionary such as {"name": "loss", "value": 0.5, "larger_is_better": False}. The checkpoint
+        with the best score is kept in addition to the newest checkpoints.
         """
         saved_state = json.loads(json.dumps(dict(state or {})))
-        training_state = TrainingState(model, optimizer, aliases or {})
+        training_state = TrainingState(model, optimizer, aliases or {}, ema or {})
         slots, options = training_state.optimizer_tensors()
         rank = this_rank()
         generators = {f"rng.{rank}.{name}": value for name, value in rng_state().items()}
-        tensors = dict(training_state.model_tensors()) | slots | generators
+        averages = {name: average for name, average, _ in training_state.ema_tensors()}
+        tensors = dict(training_state.model_tensors()) | averages | slots | generators
         buffers = {f"model.{unwrapped_name(model, name)}" for name, _ in model.named_buffers()}
         shards = describe_shards(tensors, buffers)
 
@@ -154,6 +162,7 @@ class Checkpoints:
             "ranks": len(gathered),
             "versions": versions(),
             "state": saved_state,
+            "score": None if score is None else dict(score),
             "optimizer": options,
             "files": {},
             "tensors": self._tensors,
@@ -180,16 +189,20 @@ class Checkpoints:
         step: int | None = None,
         rng: bool = True,
         aliases: Mapping[str, str] | None = None,
+        ema: Mapping[nn.Parameter, torch.Tensor] | None = None,
+        use_ema: bool | None = False,
     ) -> Loaded:
         """Load the newest complete checkpoint, or the checkpoint of `step`, in place.
 
         A damaged checkpoint is reported on standard error, and the previous checkpoint is used. A
         checkpoint of another model or optimizer raises UsageError before anything is changed.
         rng: also restore the random number generators. Generators without a saved state get a new
-        seed, which `Loaded.notes` reports.
+        seed, which `Loaded.notes` reports. ema: the moving averages to restore. Without saved
+        averages, they are copies of the loaded parameters. use_ema: whether to load the saved
+        averages into the model's parameters. None loads them if the checkpoint has averages.
         """
-        state = TrainingState(model, optimizer, aliases or {})
-        return load_checkpoint(self.directory, state, step, rng)
+        state = TrainingState(model, optimizer, aliases or {}, ema or {})
+        return load_checkpoint(self.directory, state, step, rng, use_ema)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -325,7 +338,7 @@ class Checkpoints:
             self._prune(index["step"])
 
     def _prune(self, step: int) -> None:
-        """After `step` has been saved, keep only the newest `keep` checkpoints up to `step`.
+        """Remove old checkpoints after `step` was saved. Keep the newest `keep` and the best.
 
         If a checkpoint of a later step exists, it is damaged, or it was written before the run
         resumed from an earlier step. It is renamed, because the next start must not load it.
@@ -335,8 +348,10 @@ class Checkpoints:
             _supersede(self.directory / step_name(later))
         _remove(self.directory / f"{step_name(step)}.superseded")
         earlier = [other for other in steps if other <= step]
+        best = best_step(self.directory)
         for old in earlier[: -self._keep if self._keep else 0]:
-            _remove(self.directory / step_name(old))
+            if old != best:
+                _remove(self.directory / step_name(old))
 
 
 def _note(folder: Path, rank: int) -> Path:
@@ -366,8 +381,8 @@ def describe_shards(
 ) -> dict[str, dict[str, Any]]:
     """Describe this rank's shards as JSON. A shard without elements has no box.
 
-    The values of `buffers` may differ between ranks (statistics of a batch norm). The first rank's
-    values are saved, as DDP broadcasts the buffers of the first rank.
+    `buffers` may have different values on different ranks, such as the statistics of a batch norm.
+    The values of the first rank are saved, because DDP also uses the buffers of the first rank.
     """
     shards = {}
     for name, tensor in tensors.items():

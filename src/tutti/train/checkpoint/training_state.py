@@ -1,6 +1,7 @@
 """Training state as named tensors: model, optimizer and random number generators.
 
     model.<name>               parameters and persistent buffers
+    ema.<name>                 the moving average of a parameter
     optimizer.<name>.<slot>    the optimizer's state of a parameter, such as exp_avg
     rng.<rank>.<generator>     random number generators of each rank
 
@@ -48,6 +49,8 @@ class TrainingState:
     optimizer: torch.optim.Optimizer | None
     aliases: Mapping[str, str]
     """Maps a tied parameter on a later pipeline stage to the name under which it is saved."""
+    ema: Mapping[nn.Parameter, torch.Tensor]
+    """Maps each parameter to its moving average."""
 
     def model_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters and persistent buffers with their names, without cloning.
@@ -63,6 +66,11 @@ class TrainingState:
                 )
             tensors.setdefault(id(value), (f"model.{self._saved_name(name)}", value.detach()))
         return [*tensors.values()]
+
+    def ema_tensors(self) -> list[tuple[str, torch.Tensor, nn.Parameter]]:
+        """Return the moving averages with their names and their parameters."""
+        names = {value: self._saved_name(name) for name, value in self.model.named_parameters()}
+        return [(f"ema.{names[value]}", average, value) for value, average in self.ema.items()]
 
     def optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
         """Return the optimizer's tensors by name, and the rest of its state."""
