@@ -3,12 +3,15 @@
     python benchmarks/advice_accuracy.py --json advice_accuracy_MACHINE_DATE.json
 
 Each workload is an ordinary program of two ranks, or a command of tutti. `tutti profile
---try-advice` records it, tries its first advice that can be applied, and measures the gain in five
+--try-advice` records it, tries the first advice that can be applied, and measures the gain in five
 pairs of runs. The prediction is right if the measured gain lies in the printed band. If no advice
-is offered, changes that could help are measured, too: an advice is missing if a change gains more
-than 10 % of the step in each of its pairs. An advice that repeats the present setting is an error.
+is offered, the workload's `alternatives` are measured instead. Advice is missing if one of them
+gains more than 10 % of the step in each of its pairs of runs. Advice that repeats the present
+setting is an error, which the result counts.
 
-Several workloads run at the same time, each bound to its own CPUs (--cpus of them).
+Several workloads run at the same time. Each workload is bound to its own CPUs (`--cpus`). A
+workload that has not ended after `--minutes` is killed and left out. `forked_programs.py` starts
+the programs without importing torch each time.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +34,7 @@ from typing import Any
 
 MISSED_SHARE = 0.10  # of the step
 RANKS = 2
+FORKED = Path(__file__).with_name("forked_programs.py").absolute()
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,20 @@ WORKLOADS = {
     "fsdp_not_resharded": Workload((768,) * 9, engine="fsdp", reshard=False, batch=32),
     "uneven_batch": Workload((512,) * 9, extra_batch=128, alternatives=bucket_sizes(1)),
     "balanced": Workload((512,) * 9, batch=512, alternatives=(*bucket_sizes(1, 25), VIEW)),
+    "slow_loader_wide_layers": Workload(WIDE, batch=16, load_s=0.06),
+    "slow_loader_deep": Workload(DEEP, batch=16, load_s=0.03),
+    "two_workers_of_four": Workload((512,) * 9, batch=128, load_s=0.12, workers=2),
+    "very_slow_loader_of_one_rank": Workload(load_s=0.1, slow_rank=0),
+    "accumulation_two_passes": Workload((1024,) * 6, batch=16, passes=2),
+    "accumulation_eight_passes": Workload((512,) * 9, batch=32, passes=8),
+    "copied_gradients_narrower": Workload((768,) * 13, batch=8, alternatives=(VIEW,)),
+    "copied_gradients_wider": Workload((2048,) * 4, batch=4, alternatives=(VIEW,)),
+    "fsdp_resharded_wide": Workload(WIDE, engine="fsdp", batch=16),
+    "small_buckets_deep": Workload(DEEP, batch=16, ddp={"bucket_cap_mb": 0.02}),
     "tutti_train_tiny_buckets": Workload(
         command=(
-            *("train", "--recipe", "lenet", "--ranks", "2", "--device", "cpu"),
+            *("train", "--no-evaluate"),
+            *("--recipe", "lenet", "--ranks", "2", "--device", "cpu"),
             *("--bucket-mb", "0.002", "--steps", "200"),
         )
     ),
@@ -173,22 +189,23 @@ def train(load: Workload, steps: int, rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def measure(name: str, cpus: list[int], pairs: int) -> dict[str, Any]:
-    """Profile one workload on these CPUs, and try its advice or its alternatives."""
+def measure(name: str, cpus: list[int], pairs: int, end: float) -> dict[str, Any] | None:
+    """Profile one workload on these CPUs, and try its advice or its alternatives.
+
+    The result is None if the workload has not ended at the time `end`.
+    """
     load = WORKLOADS[name]
     bound = ["taskset", "-c", ",".join(map(str, cpus))]
-    program = list(load.command) or [
-        sys.executable,
-        str(Path(__file__).absolute()),
-        "--train",
-        name,
-    ]
+    forked = [sys.executable, str(FORKED), str(Path(__file__).absolute()), "--train", name]
+    program = list(load.command) or forked
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         words = [*bound, sys.executable, "-m", "tutti", "profile", "--try-advice", "--active", "10"]
         words += ["--out", f"{folder}/out", "--json", str(result), "--", *program]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
+        done = _run_until(end, words, folder)
+        if done is None:
+            return None
         row: dict[str, Any] = {"workload": name, "settings": asdict(load), "cpus": cpus}
         if done.returncode or not result.is_file():
             return row | {"error": (done.stdout + done.stderr)[-2000:]}
@@ -196,30 +213,76 @@ def measure(name: str, cpus: list[int], pairs: int) -> dict[str, Any]:
         keys = ("id", "gain_s", "gain_s_band", "finding", "try", "change")
         row["step_s"] = median(step["seconds"] for step in profile["steps"])
         row["advice"] = [{key: each[key] for key in keys} for each in profile["advice"]]
+        row["repeats_present_setting"] = [
+            each["id"] for each in row["advice"] if repeats_present_setting(load, each["change"])
+        ]
         row["tried"] = tried = profile.get("tried")
         if tried is not None:
             row["within"] = tried["within"]
         else:
-            row["alternatives"] = [
-                _alternative(bound, program, change, row["step_s"], f"{folder}/{number}", pairs)
-                for number, change in enumerate(load.alternatives)
-            ]
+            row["alternatives"] = []
+            for number, change in enumerate(load.alternatives):
+                task = json.dumps([program, change, row["step_s"], f"{folder}/{number}", pairs])
+                tested = _alternative(bound, change, task, end)
+                if tested is None:
+                    return None
+                row["alternatives"].append(tested)
             row["missed"] = any(each["is_gain"] for each in row["alternatives"])
     return row | {"seconds": time.monotonic() - began}
 
 
+def repeats_present_setting(load: Workload, change: dict[str, Any] | None) -> bool:
+    """Return whether a change sets only values that the workload already has."""
+    present: dict[str, Any] = {
+        "ddp": {
+            "bucket_cap_mb": 25,
+            "gradient_as_bucket_view": False,
+            "find_unused_parameters": False,
+            **load.ddp,
+        },
+        "loader": {"num_workers": load.workers},
+        "fsdp": {"reshard_after_forward": load.reshard, "forward_prefetch": False},
+        "flags": dict(zip(load.command[::2], load.command[1::2], strict=False)),
+    }
+    if not change:
+        return False
+    if "no_sync" in change:
+        return load.no_sync or load.passes == 1
+    wanted = [
+        present[kind].get(name) == value
+        for kind in ("ddp", "loader", "fsdp", "flags")
+        for name, value in change.get(kind, {}).items()
+        if name != "persistent_workers"
+    ]
+    return bool(wanted) and all(wanted)
+
+
+def _run_until(end: float, words: list[str], folder: str) -> Any:
+    """Run a command and return the completed process, or None if it runs at the time `end`."""
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # tutti profile passes the signal on to the program
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+
 def _alternative(
-    bound: list[str],
-    program: list[str],
-    change: dict[str, Any],
-    step_s: float,
-    out: str,
-    pairs: int,
-) -> dict[str, Any]:
+    bound: list[str], change: dict[str, Any], task: str, end: float
+) -> dict[str, Any] | None:
     """Measure the gain of a change in a process of its own, which can receive signals."""
-    task = json.dumps([program, change, step_s, out, pairs])
-    words = [*bound, sys.executable, __file__, "--try", task]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = _run_until(
+        end, [*bound, sys.executable, str(Path(__file__).absolute()), "--try", task], "/"
+    )
+    if done is None:
+        return None
     if done.returncode:
         return {"change": change, "gain_share": 0.0, "is_gain": False, "error": done.stderr[-2000:]}
     result: dict[str, Any] = json.loads(done.stdout)
@@ -259,6 +322,7 @@ def text(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--minutes", type=float, default=9, help="no workload ends later")
     parser.add_argument("--only", help="names of workloads, separated by commas")
     parser.add_argument("--cpus", type=int, default=4, help="CPUs of each workload")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs of each alternative")
@@ -280,13 +344,25 @@ def main() -> None:
     for first in range(0, len(present) - size + 1, size):
         free.put(present[first : first + size])
     began, rows = time.monotonic(), []
+    end = began + 60 * options.minutes
+    server = str(Path(tempfile.mkdtemp()) / "fork_server")
+    os.environ |= {"FORK_SERVER": server, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path if entry)
+    forks = subprocess.Popen([sys.executable, str(FORKED), "serve", server])
+    while not Path(server).exists():
+        time.sleep(0.1)
 
     def run(name: str) -> None:
         cpus = free.get()
         try:
-            row = measure(name, cpus, options.pairs)
+            row = measure(name, cpus, options.pairs, end) if time.monotonic() < end else None
+        except Exception as error:  # the other workloads still run
+            row = {"workload": name, "error": repr(error)}
         finally:
             free.put(cpus)
+        if row is None:
+            return
         rows.append(row)
         print(text(row), flush=True)
         if options.json:  # after each row, so that the rows so far outlive the benchmark
@@ -294,6 +370,8 @@ def main() -> None:
 
     with ThreadPoolExecutor(free.qsize()) as pool:
         list(pool.map(run, names))
+    forks.kill()
+    shutil.rmtree(Path(server).parent)
     print(json.dumps(summarize(rows, len(names), time.monotonic() - began)))
 
 
@@ -306,6 +384,7 @@ def summarize(rows: list[dict[str, Any]], planned: int, seconds: float) -> dict[
         "within": sum(row["within"] for row in tried),
         "none_offered": sum("missed" in row for row in rows),
         "missed": sum(row.get("missed", False) for row in rows),
+        "repeats_present_setting": sum(bool(row.get("repeats_present_setting")) for row in rows),
         "failed": sum("error" in row for row in rows),
         "seconds": seconds,
     }
@@ -321,7 +400,13 @@ def write(path: Path, rows: list[dict[str, Any]], planned: int, cpus: int, secon
         "python": platform.python_version(),
     }
     summary = summarize(list(rows), planned, seconds)
-    content = {"command": sys.argv, "machine": machine, "summary": summary, "rows": list(rows)}
+    content = {
+        "schema": "tutti.benchmarks.advice_accuracy/1",
+        "command": sys.argv,
+        "machine": machine,
+        "summary": summary,
+        "rows": list(rows),
+    }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-WIDTH, CLASSES, BATCH, LAYERS = 256, 16, 32, 12
+WIDTH, CLASSES, BATCH = 256, 16, 32
+BLOCKS, LAYERS = 3, 4  # number of blocks, and of linear layers in a block
 ROWS = 12  # rows of the hidden layers for each sample
 MANY = 1_000_000
 
@@ -86,7 +87,7 @@ plant = Plant()
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
-    """Samples of which the first one of each batch may take long."""
+    """Samples. If the cause is `input`, reading the last sample of each batch takes long."""
 
     def __init__(self, length: int = MANY) -> None:
         self.length, self.read = length, 0
@@ -105,11 +106,16 @@ class Model(nn.Module):
     def __init__(self, plants: tuple[str, ...] = ("compute", "wait", "exposed")) -> None:
         super().__init__()
         self.plants = plants
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+                for _ in range(BLOCKS)
+            )
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(inputs.repeat_interleave(ROWS, 0))
+        hidden = self.blocks(inputs.repeat_interleave(ROWS, 0))
         if self.training:
             plant.lose(*self.plants)
         logits: torch.Tensor = self.head(hidden)
@@ -117,7 +123,7 @@ class Model(nn.Module):
 
 
 def model() -> nn.Module:
-    """The model for tutti train, whose loop is not in this file, so gaps are planted here."""
+    """Return the model for tutti train. Gaps are in the model, because the loop is in tutti."""
     return Model(("gap", "compute", "wait", "exposed"))
 
 
@@ -139,8 +145,8 @@ def fsdp2() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = Model()
-    for layer in sharded.layers:
-        fully_shard(layer, mesh=mesh)
+    for block in sharded.blocks:
+        fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     _loop(sharded)
 

@@ -140,6 +140,27 @@ def test_the_band_of_larger_buckets_contains_the_gain_of_the_simulated_machine(
     assert not advised[best]
 
 
+def test_gradients_as_bucket_views_save_copies_and_page_faults(tmp_path: Path) -> None:
+    """DDP copies for 500 µs. A step has 90 page faults of 10 µs, at most 75 by gradients."""
+    sizes = {"bytes": [4 << 10] * 76, "ready_order": list(range(76)), "buckets": [list(range(76))]}
+    program = _program(1 << 20, {}, gradient_as_bucket_view=False, **sizes)
+    copies = x("cpu_op", "torch.distributed.ddp.reducer::copy_bucket_to_grad", 2000, 2500)
+    events = [_step(10_000), x("cpu_op", "aten::mm", 0, 2000), copies]
+
+    def gain(folder: str, faults: int, **settings: Any) -> dict[str, Any]:
+        pages = {"page_faults": [[900, 900, faults, faults], [0]], "page_fault_s": 1e-5}
+        return _rows(tmp_path / folder, events, events, tutti=program | pages | settings)
+
+    advice = _only(gain("faults", 90), "bucket_view")
+    assert _contains(advice, 500 + 75 * 10)
+    assert "page faults" in advice["finding"] and "train.py:12" in advice["try"]
+    assert advice["change"] == {"ddp": {"gradient_as_bucket_view": True}}
+    without = gain("none", 0)
+    assert not [each for each in without["advice"] if each["id"] == "bucket_view"]  # 5 % − noise
+    present = gain("present", 90, **_program(1 << 20, {}, **sizes))
+    assert not [each for each in present["advice"] if each["id"] == "bucket_view"]
+
+
 def test_tutti_train_gets_its_own_flags(tmp_path: Path) -> None:
     program = _program(4096, {"1": 1 << 20})
     events = [*_ddp(4096), x("user_annotation", "tutti.input", 0, 1)]
@@ -309,7 +330,7 @@ def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> No
     slow = _only(_rows(tmp_path / "b", rank(200, 32), rank(600, 32)), "straggler")
 
     assert "Split the batch evenly: rank 1 has 3.0 times the work" in uneven["try"]
-    assert "the same work but is slower" in slow["try"]
+    assert "the same work as the others but is slower" in slow["try"]
     assert _contains(uneven, 400)
 
 

@@ -67,6 +67,31 @@ def test_recorded_steps_have_no_page_faults_of_a_growing_heap(tmp_path: Path) ->
     assert median(recorded) < 50  # without a prepared heap: more than 200
 
 
+def test_unrecorded_steps_alternate_with_recorded_steps(tmp_path: Path) -> None:
+    """4 of 6 unrecorded steps are moved between the 4 recorded steps. They record no operator."""
+    with Capture(tmp_path, wait=6, warmup=1, active=4, interleave=8) as capture:
+        for _ in range(11):
+            _step()
+            capture.step()
+
+    metadata = _metadata(tmp_path)
+    trace = read_rank(tmp_path / "rank0.json.gz")
+    assert metadata["timed_steps"] == [0, 1, 4, 5, 7, 10] and metadata["interleaved"] == 4
+    assert [step.number for step in trace.steps] == [3, 6, 8, 9]
+    assert [len(values) for values in metadata["cpu_s"]] == [6, 4]
+    computed = {
+        number: trace.compute.between(step.start, step.end).seconds
+        for number, step in zip([3, 6, 8, 9], trace.steps, strict=True)
+    }
+    assert all(seconds > 0 for seconds in computed.values())
+    ends = [step.end for step in trace.steps]
+    starts = [step.start for step in trace.steps]
+    assert trace.compute.between(ends[0], starts[1]).seconds == 0  # steps 4 and 5
+    with torch.profiler.profile() as profiler:  # operators are recorded again after the capture
+        torch.ones(1).add(1)
+    assert any(event.name == "aten::add" for event in profiler.events())
+
+
 def test_a_program_without_an_optimizer_is_split_at_calls_of_its_module(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval()
     head = torch.nn.Linear(4, 2).eval()  # called once
@@ -242,3 +267,15 @@ def test_a_folder_does_not_hide_a_tutti_command(
     words = resolve_command(["train", "--ranks", "2"], ["train", "report"])
 
     assert words == [sys.executable, "-m", "tutti", "train", "--ranks", "2"]
+
+
+def test_a_launcher_with_a_missing_script_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.py").touch()
+    launched = ["python3", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with pytest.raises(UsageError, match=r"'missing\.py' does not exist"):
+        resolve_command([*launched, "missing.py", "there.py"], [])
+    for words in (["there.py", "new.py"], ["--rdzv-conf", "new.py", "there.py"]):
+        assert resolve_command([*launched, *words], [])[1:] == [*launched[1:], *words]

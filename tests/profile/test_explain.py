@@ -8,7 +8,8 @@ from trace_events import STEP, all_reduce, parts, step, tag, write, x
 
 from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.merged_trace import write_merged_trace
-from tutti.profile.step_breakdown import find_period, lateness_text
+from tutti.profile.profile_table import profile_lines
+from tutti.profile.step_breakdown import find_period, late_rank, lateness_text
 from tutti.profile.trace_file import TraceFile
 from tutti.report.figures.step_timeline import timeline
 from tutti.report.plot import NAMES
@@ -157,6 +158,25 @@ def test_a_straggler_in_every_fifth_step_has_a_period(tmp_path: Path) -> None:
     assert "0.4 ms in every 5th step (20 %" in lateness_text(row)
 
 
+def test_ranks_that_are_late_in_turn_are_not_called_stragglers(tmp_path: Path) -> None:
+    """Rank 0 is 300 µs late in steps 1, 4 and 11, rank 1 in steps 2, 8 and 9 of 15."""
+    late = {0: (1, 4, 11), 1: (2, 8, 9)}
+    files = []
+    for rank in range(2):
+        events = []
+        for n in range(15):
+            arrival = n * STEP + 100 + 300.0 * (n in late[rank])
+            end = n * STEP + 200 + 300.0 * (n in late[0] + late[1])
+            events += [step(n), x("kernel", "gemm", n * STEP, arrival), all_reduce(arrival, end, n)]
+        files.append(write(tmp_path, rank, events))
+
+    rows = explain(files).rows()
+
+    assert late_rank(rows["stragglers"]) is None
+    text = "\n".join(profile_lines(rows, 200))
+    assert text.count("in turn with other ranks") == 2 and "the others wait" not in text
+
+
 @pytest.mark.parametrize(
     ("late", "period"),
     [([1, 6], 5), ([1, 3, 5, 7, 9], 2), ([1, 2, 6], None), ([4], None), ([], None), ([1, 3], None)],
@@ -294,7 +314,7 @@ def test_a_merged_trace_beside_the_traces_is_ignored(tmp_path: Path, name: str) 
     write_merged_trace(tmp_path / name, _two_ranks(tmp_path))
 
     assert [path.name for path in trace_files(tmp_path)] == ["rank0.json", "rank1.json"]
-    with pytest.raises(UsageError, match="all ranks, merged"):
+    with pytest.raises(UsageError, match="merged trace of all ranks"):
         trace_files(tmp_path / name)
     (run,) = read_sources([tmp_path]).runs
     assert [row["rank"] for row in (run.profile or {})["ranks"]] == [0, 1]

@@ -1,13 +1,24 @@
-"""Efficiency and its loss by cause; runs are written by hand, no process is started."""
+"""Efficiency and its loss by cause; runs are written by hand."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.machine.cpu_numa import allowed_cpus
+from tutti.profile.calibration import (
+    RecordingCost,
+    avoided_page_fault_seconds,
+    recording_cost,
+    recording_cpu_seconds,
+)
 from tutti.profile.step_breakdown import PARTS
 from tutti.scale.efficiency import (
     LOSS_CAUSES,
@@ -21,6 +32,9 @@ from tutti.scale.scale_runs import (
     Job,
     MeasuredRun,
     MeasuredStep,
+    RunSeries,
+    Schedule,
+    _OtherPrograms,
     combine_ranks,
     measured_step,
     slow_steps,
@@ -121,6 +135,74 @@ def test_on_a_gpu_recording_slows_the_host_and_not_the_kernels() -> None:
     assert (step.parts["compute"], step.parts["host_gap"]) == pytest.approx((0.05, 0.01))
 
 
+def test_waiting_that_differs_between_recorded_and_timed_steps_does_not_change_compute() -> None:
+    """Recording adds 10 ms of CPU time; the timed steps wait 20 ms longer than the recorded ones.
+
+    Page faults that only occur outside of the recording are compute.
+    """
+    recorded = combine_ranks([dict.fromkeys(RECORDED, 0.0) | {"compute": 0.05, "exposed": 0.03}])
+
+    cost = RecordingCost(own=0.01, input=0.0, wait=0.0)
+    step = measured_step(recorded, [0.09], recording=cost, page_faults=0.004)
+
+    assert step.parts["compute"] == pytest.approx(0.04 + 0.004)
+    assert step.parts["unexplained"] == pytest.approx(0.02)
+    assert step.seconds == pytest.approx(0.094) == pytest.approx(sum(step.parts.values()))
+
+
+def test_page_faults_and_cpu_seconds_of_interleaved_steps() -> None:
+    info = {
+        "interleaved": 2,
+        "cpu_s": [[0.5, 0.010, 0.012], [0.015, 0.017]],
+        "page_faults": [[900, 100, 100, 100, 0, 0], [0, 0]],
+        "page_fault_s": 1e-6,
+    }
+    assert recording_cpu_seconds(info) == pytest.approx(0.005)
+    assert avoided_page_fault_seconds(info) == pytest.approx(1e-4)
+    assert recording_cpu_seconds({}) is None and avoided_page_fault_seconds({}) == 0
+
+    # Without interleaved steps, the second half of the steps before the recording counts. In these
+    # steps page faults take 1 ms of CPU time, which recorded steps do not need.
+    before = {
+        "cpu_s": [[0.5, 0.5, 0.5, 0.011, 0.011, 0.011], [0.015]],
+        "page_faults": [[900, 900, 900, 100, 100, 100], [0]],
+        "page_fault_s": 1e-5,
+    }
+    assert recording_cpu_seconds(before) == pytest.approx(0.005)
+    assert avoided_page_fault_seconds(before) == 0
+
+    more = info | {"cpu_s": [[0.5, 0.010, 0.012], [0.025, 0.027]]}  # a rank with more operators
+    cost = recording_cost([info, more], [0.2, 0.2])
+    assert cost == RecordingCost(*map(pytest.approx, (0.004, 0.001, 0.010)))
+    assert recording_cost([info, {}], [0.2, 0.2]) is None
+    assert (same := recording_cost([info, info], [0.0, 0.0])) is not None and same.wait == 0
+
+
+def test_recording_slows_operators_in_the_loader_and_the_rank_with_more_operators() -> None:
+    own = dict.fromkeys(RECORDED, 0.0) | {"compute": 0.05, "input": 0.02}
+    recorded = combine_ranks([own, own | {"compute": 0.08}])
+    cost = RecordingCost(own=0.01, input=0.004, wait=0.006)
+
+    step = measured_step(recorded, [0.065], recording=cost)
+
+    assert step.parts["compute"] == pytest.approx(0.04)
+    assert step.parts["input"] == pytest.approx(0.016)
+    assert step.parts["wait"] == pytest.approx(recorded["wait"] - 0.006)
+
+
+def test_equally_large_causes_are_named_in_a_fixed_order() -> None:
+    """Compute is larger than waiting in the median, but their quartiles overlap."""
+    losses = [
+        dict.fromkeys((*LOSS_CAUSES, *OTHER_CAUSES), 0.0)
+        | {"wait": wait, "compute": compute, "input": 0.3}
+        for wait, compute in ((0.20, 0.19), (0.21, 0.22), (0.19, 0.23))
+    ]
+    result = significance(losses, [0.30, 0.27, 0.28])
+    assert result["named"] == ["input", "wait", "compute"]
+    apart = [loss | {"wait": 0.1} for loss in losses]
+    assert significance(apart, [0.40, 0.38, 0.37])["named"] == ["input", "compute", "wait"]
+
+
 def test_every_fifth_step_is_slow() -> None:
     """Steps of 100 ms, of which every fifth takes 180 ms: 16 ms per step are due to slow steps."""
     times = [0.18 if number % 5 == 3 else 0.1 for number in range(20)]
@@ -134,6 +216,13 @@ def test_every_fifth_step_is_slow() -> None:
     assert slow is not None and (slow["period"], slow["steps"], slow["of_steps"]) == (5, 4, 20)
     assert slow["excess_s"] == pytest.approx(0.08)
     assert slow_steps([0.1] * 20) is None
+    numbers = [3, 4, 6, 7, 8, 10, 12, 13, 15, 18]  # of timed steps between recorded steps
+    between = slow_steps([0.18 if n % 5 == 3 else 0.1 for n in numbers], (), numbers)
+    assert between is not None and between["period"] == 5
+    stalled = slow_steps([0.4 if number == 6 else seconds for number, seconds in enumerate(times)])
+    assert stalled is not None and (stalled["period"], stalled["steps"]) == (None, 1)
+    stalled = slow_steps([0.4 if number == 8 else seconds for number, seconds in enumerate(times)])
+    assert stalled is not None and (stalled["period"], stalled["steps"]) == (5, 4)
     typical = dict.fromkeys(RECORDED, 0.0) | {"compute": 0.1}
     recorded = [typical | {"input": 0.08 * (number % 5 == 1)} for number in range(10)]
     slow = slow_steps(times, recorded)
@@ -226,6 +315,22 @@ def test_counted_samples_override_the_mode_flag(samples: float, mode: Mode, flag
     assert notes == [] if flag == mode else f"{mode} scaling" in notes[0]
 
 
+def test_slow_steps_of_a_row_are_those_of_most_repeats() -> None:
+    """In one of three repeats the machine stalled, so that no period was found."""
+    slow = [
+        {"period": period, "excess_s": excess} for period, excess in ((7, 2), (None, 9), (7, 1))
+    ]
+    runs = [_run(ranks, repeat, slow=slow[repeat]) for repeat in range(3) for ranks in (1, 2)]
+
+    assert Scaling(runs, "weak").rows()[1]["slow_steps"] == slow[2]
+    once = [
+        _run(ranks, repeat, slow=slow[0] if repeat == 0 else None)
+        for repeat in range(3)
+        for ranks in (1, 2)
+    ]
+    assert Scaling(once, "weak").rows()[1]["slow_steps"] is None
+
+
 def test_no_forecast_if_samples_fit_neither_mode() -> None:
     results = Scaling([_run(1), _run(2, samples=24.0)], "weak").results()
 
@@ -273,3 +378,22 @@ def test_the_threads_of_a_rank_are_reported(
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
 
     assert text in Job(("train.py",)).describe([1, 2])
+
+
+def test_cpus_that_other_programs_use_are_noted(tmp_path: Path) -> None:
+    """A process that is not a run counts as another program. It runs for a second of CPU time."""
+    others = _OtherPrograms()
+    code = "import time\nwhile time.process_time() < 1: pass\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        while sum(psutil.Process(process.pid).cpu_times()[:2]) < 0.5:
+            time.sleep(0.05)
+        (used,) = others.cpus()
+        process.communicate(b"\n")
+    assert used > 0
+
+    job = Job(("true",))
+    series = RunSeries(job, Schedule(), tmp_path, lambda run, folder: ())
+    assert series.notes() == []
+    series.other_cpus = [0.0, len(allowed_cpus()), len(allowed_cpus())]
+    (note,) = series.notes()
+    assert "other programs" in note and f"of {len(allowed_cpus())} CPUs" in note

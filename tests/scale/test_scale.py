@@ -245,3 +245,21 @@ def test_too_few_steps_report_the_number_that_is_needed(tmp_path: Path) -> None:
 
     assert done.returncode == 2
     assert "must take 17 steps" in done.stderr and "--steps" in done.stderr
+
+
+def test_a_failing_program_is_explained_by_its_first_error(tmp_path: Path) -> None:
+    """Rank 2 fails. The other ranks lose their connection to it and print longer tracebacks."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 2:\n"
+        "    raise ValueError('a planted error')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    out = tmp_path / "out"
+    done = run_tutti("scale", "--ranks", "3", *SHORT, "--out", out, "--", script)
+
+    assert done.returncode == 1
+    assert "ValueError: a planted error" in done.stderr and "closed by peer" not in done.stderr
+    assert "rank 2 on" in done.stderr

@@ -1,16 +1,16 @@
-"""Computes advice: what to try, and the time that it would save.
+"""Computes advice: changes of the program that save time, and the gain (saved time) of each change.
 
-Each kind of advice has one function. The texts are in advice.toml. The gain of a change is computed
-for each recorded step and for several sets of assumptions, because the recording does not show
-which assumptions are right. Over these sets, the band of the gain reaches from the lowest first
-quartile to the highest third quartile. The band is widened by the noise of the steps. Only advice
-whose whole band is above zero is offered. Gains do not add up: two changes that remove the same
-wait remove it only once. `findings_without_gain` returns findings whose gain the recording does not
-show.
+Each kind of advice has one function. The texts are in advice.toml. The gain is computed for each
+recorded step and under several sets of assumptions, because the recording does not show which
+assumptions are right. Each set of assumptions gives the quartiles of the gain over the steps. The
+band of the gain is the range from the lowest first quartile to the highest third quartile of all
+sets, widened by the noise of the steps. Only advice whose whole band is above zero is offered. The
+gains of two changes do not add up if both changes remove the same wait. `findings_without_gain`
+returns findings whose gain cannot be computed from the recording.
 
-`change` is what `tutti profile --try-advice` changes: settings of the program, which
-program_settings.py applies, or {"flags": {FLAG: VALUE}} for a run of tutti train. `change` is None
-if the user must change the program.
+The key `change` of an advice tells `tutti profile --try-advice` how to apply the advice: with
+settings of the program, which program_settings.py changes, or with {"flags": {FLAG: VALUE}} for a
+run of tutti train. `change` is None if only the user can change the program.
 """
 
 import math
@@ -24,6 +24,7 @@ from typing import Any
 
 from tutti.measure.spread import quartiles
 from tutti.measure.units import format_bytes
+from tutti.profile.calibration import recording_cpu_seconds
 from tutti.profile.collective_matching import MatchedCollective
 from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text, late_rank
@@ -38,10 +39,11 @@ _MAX_WORKERS = 16
 # Receiving a batch from a worker process takes at least _FETCH_S seconds. At worst it takes
 # _MAX_FETCH_S seconds plus _MAX_FETCH_S_PER_BYTE seconds for each byte.
 _FETCH_S, _MAX_FETCH_S, _MAX_FETCH_S_PER_BYTE = 1e-4, 1.5e-3, 1e-9
+_PAGE_BYTES = 4096
 _EVENT_S = 4e-6  # seconds by which the profiler lengthens a short operator
-# A transfer of t seconds lengthens the computation that runs at the same time by this factor × t.
-# First: a CPU or the GPU's copy engines are free for the transfer. Second: the transfer and the
-# computation use the same CPUs.
+# A transfer of t seconds lengthens the computation that runs at the same time by a factor × t
+# seconds. _CONTENTION is the factor if a free CPU or the GPU's copy engines do the transfer.
+# _FULL_CONTENTION is the factor if the transfer and the computation use the same CPUs.
 _CONTENTION, _FULL_CONTENTION = 0.2, 1.0
 # Ids of the advice that shortens the all-reduces of gradients. The gain of gradient accumulation is
 # computed from the all-reduce time that remains if the user follows this advice first.
@@ -89,8 +91,19 @@ class ProfiledRun:
 
     @cached_property
     def overhead(self) -> float:
-        """Recorded / unrecorded step time, limited to 1 to 2. It is 1 if unknown."""
-        known = [trace.capture_info.get("overhead") or 1.0 for trace in self.traces]
+        """Recorded / unrecorded step time, limited to 1 to 2. It is 1 if unknown.
+
+        On a CPU the ratio is computed from the CPU time that recording adds, because the times of
+        the steps may differ for other reasons.
+        """
+        known = []
+        for trace in self.traces:
+            length = median(step.seconds for step in self.steps if step.rank == trace.rank)
+            cost = None if trace.on_device else recording_cpu_seconds(trace.capture_info)
+            if cost is not None:
+                known.append(length / max(length - cost, length / 2))
+            else:
+                known.append(trace.capture_info.get("overhead") or 1.0)
         return min(2.0, max(1.0, median(known)))
 
     @cached_property
@@ -223,8 +236,8 @@ def _advice(
     """Return one entry of `advice[]`, or None if the band of its gain reaches down to zero.
 
     `scenarios` has one list for each set of assumptions, with the gain of each step in seconds.
-    `values` replace the placeholders in the texts of advice.toml. `gained` is the number of seconds
-    per step that other advice already saves if the user follows the other advice first.
+    `values` replace the placeholders in the texts of advice.toml. `gained` is the time in seconds
+    per step that other advice saves, if the user should follow that other advice first.
     """
     scenarios = [gains for gains in scenarios if gains]
     if not scenarios:
@@ -267,7 +280,7 @@ def _argument(kind: str, text: str, constructed_at: str | None) -> str:
 def _ddp_change(
     run: ProfiledRun, ddp: dict[str, Any], argument: str, value: Any, flag: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return a change of one DDP argument: as text, and as `change` (see the top of this file)."""
+    """Return a change of one DDP argument: as text, and as the value of `change` (see the top)."""
     name, _, given = flag.partition(" ")
     if run.is_tutti:
         return flag, {"flags": {name: given or None}}
@@ -373,17 +386,40 @@ def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
         return
     copied = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, "copy_bucket_to_grad"))
     events = len(ddp["bytes"]) * _EVENT_S
-    low = [0.6 * max(0.0, seconds - events) / run.overhead for seconds in copied]
+    fewest = [0.6 * max(0.0, seconds - events) / run.overhead for seconds in copied]
+    # Without views all gradients of a step exist until zero_grad frees them. malloc may then return
+    # their memory to the system, so the next backward has a page fault for each page. With views a
+    # gradient is freed as soon as it is in its bucket, and the next gradient uses the same memory.
+    # Recorded steps have no such page faults (see _touch_heap in capture.py), but earlier steps do.
+    gradient_pages = (sum(ddp["bytes"]) - max(ddp["bytes"])) / _PAGE_BYTES
+    faults_s = fmean(
+        min(_page_faults_per_step(trace), gradient_pages)
+        * float(trace.capture_info.get("page_fault_s") or 0.0)
+        for trace in run.traces
+    )
     cure, change = _ddp_change(
         run, ddp, "gradient_as_bucket_view", True, "--gradient-as-bucket-view"
     )
-    # Gradients that are views of the buckets are allocated only once, which also saves page faults
-    # in each backward. The recording does not show these page faults. Measured gains were up to 5
-    # times the time of the copies.
-    high = [5 * seconds for seconds in copied]
-    gains = [low, copied, high]
-    copied_ms = 1e3 * fmean(copied)
-    yield _advice(run, "bucket_view", gains, change=change, cure=cure, copied_ms=copied_ms)
+    yield _advice(
+        run,
+        "bucket_view",
+        [
+            [seconds + 0.5 * faults_s for seconds in fewest],
+            [seconds + faults_s for seconds in copied],
+            [1.3 * (seconds + faults_s) for seconds in copied],
+        ],
+        change=change,
+        cure=cure,
+        copied_ms=1e3 * fmean(copied),
+        faults=f", and page faults of new gradients take {1e3 * faults_s:.1f} ms" * (faults_s > 0),
+    )
+
+
+def _page_faults_per_step(trace: RankTrace) -> float:
+    """Return the page faults of a step before the recording. The first steps are left out."""
+    unrecorded, _ = trace.capture_info.get("page_faults") or ([], [])
+    later: list[int] = unrecorded[len(unrecorded) // 2 :]
+    return float(median(later)) if later else 0.0
 
 
 def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
@@ -446,7 +482,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to combine many small all-reduces into one, which has the latency α once."""
+    """Yield advice to combine many small all-reduces into one, which pays the latency α once."""
     all_reduces = run.collectives("all_reduce", "dp")
     small = [match for match in all_reduces if match.first.bucket_ready is None]
     count = len(small) / len(run.step_numbers)
@@ -545,9 +581,9 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice | None]:
     if max(exposed) <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
         return
     ranks = gathered[0].first.group_size or len(gathered[0].members)
-    # The size of the model is half of the gathered bytes of a step, because parameters are gathered
-    # for forward and again for backward. A replica needs 4 × this size (parameters, gradients and
-    # Adam's two states), of which a rank now holds only a shard.
+    # The size of the model is half of the bytes that a step gathers, because parameters are
+    # gathered for forward and again for backward. A replica needs 4 × this size (parameters,
+    # gradients and Adam's two states). At present a rank holds 1 / ranks of that.
     model = sum(match.first.bytes for match in gathered) / len(run.step_numbers) / 2
     more = 4 * model * (1 - 1 / ranks)
     memory = run.device_memory()
@@ -572,8 +608,8 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice 
     rest = run.step_s - gained - exposed
     if exposed <= 0:
         return
-    # k is the smallest number with which exposed communication is at most 5 % of the step, or 8 if
-    # there is none.
+    # k is the smallest of 2, 4 and 8 with which exposed communication is at most 5 % of the step,
+    # or 8 if even 8 is too small.
     k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
     yield _advice(
@@ -604,8 +640,8 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
     producers = max(1, workers) if run.is_tutti else workers
     if workers and not run.is_tutti and max(loader.get("starved", 0) for loader in loaders) < 0.5:
         return  # batches are ready in time, so the program only waits to receive them
-    # Seconds of each rank in each step: its own work, and its input. Neither contains the time
-    # that the rank waits for other ranks, because that time changes if work or input changes.
+    # For each rank, the seconds of its own work and of its input in each step. Neither contains the
+    # time that the rank waits for other ranks, because that time changes if work or input changes.
     own: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
     inputs: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
     for step in sorted(run.steps, key=lambda step: step.step):
@@ -697,16 +733,16 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
         return f"Split the batch evenly: rank {rank} has {estimate / others:.1f} times the work"
     if others:
         return (
-            "It has the same work but is slower: check clock speed, CPU cores and other programs "
-            "on its host"
+            f"Check the clock speed, the CPU cores and other programs on the host of rank {rank}, "
+            "which has the same work as the others but is slower"
         )
     return f"Compare the batch and the device of rank {rank} with those of the other ranks"
 
 
 def _shared_cpus(run: ProfiledRun) -> Iterator[tuple[str, list[RankTrace], int, int]]:
-    """Yield each host whose ranks compute on shared CPUs.
+    """Yield (name, traces, number of CPUs, number of threads) of hosts whose ranks share CPUs.
 
-    A host is (name, traces, number of CPUs, number of threads of all ranks).
+    The number of threads is the sum over the ranks of the host.
     """
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]

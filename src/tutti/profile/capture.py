@@ -1,7 +1,7 @@
 """Capture runs torch.profiler on this rank for a few steps and writes one trace file per rank.
 
-This file and program_settings.py import only torch and the standard library, because `tutti profile
--- COMMAND` loads them into programs whose environment may not have tutti.
+This file, program_memory.py and program_settings.py import only torch and the standard library,
+because `tutti profile -- COMMAND` loads them into programs whose environment may not have tutti.
 """
 
 import atexit
@@ -34,6 +34,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from torch.utils.data import dataloader
 
 # A relative import, because the package is tutti_capture in programs without tutti.
+from .program_memory import ProgramMemory, process_peak_bytes
 from .program_settings import LoaderTimes, read_settings
 
 _OTHER_PROFILER = "the program runs its own torch.profiler. Remove that profiler."
@@ -42,11 +43,12 @@ _END_TIMEOUT_SECONDS = 60.0
 # Maximum number of flight recorder entries that are kept in a trace. The entry of a gloo collective
 # has the group and the sequence number, which are missing in the trace events of the collective.
 _RECORDER_ENTRIES = 20_000
-# Bytes of heap that are prepared for the profiler's events: for each step, and the maximum of the
-# sum. Measured events took up to 9 MB per step.
+# Bytes of heap that are prepared for the profiler's events: for each recorded step, and at most for
+# all steps together. The events of one step took up to 9 MB in measurements.
 _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 256 << 20
 _HEAP_BLOCK_BYTES = 64 << 10  # malloc may use mmap instead of the heap for blocks of 128 kB or more
 # torch declares no types for some functions of these modules.
+_enable_record_function: Any = getattr(torch._C._autograd, "_enable_record_function", None)
 _cuda: Any = torch.cuda
 _profile: Any = torch.profiler.profile
 
@@ -61,11 +63,16 @@ class Capture:
 
     `shapes` records tensor shapes. None records them only for programs that compute on CPUs, where
     message sizes are otherwise unknown. `tensorboard` is a folder into which the traces are also
-    copied, named for TensorBoard's profile plugin. `nvtx` marks the steps for Nsight Systems
-    instead of recording them, and needs CUDA. `batch` is the number of samples per step of this
-    rank. If `batch` is None, the samples in the program's data loader are counted. `stop` ends the
-    program when all ranks have written their traces. `replace` overwrites an existing trace. If
+    copied, with file names for TensorBoard's profile plugin. `nvtx` marks the steps for Nsight
+    Systems instead of recording them, and needs CUDA. `batch` is the number of samples per step of
+    this rank. If `batch` is None, the samples in the program's data loader are counted. `stop` ends
+    the program when all ranks have written their traces. `replace` overwrites an existing trace. If
     `replace` is False and a command trains more than once, the first trace is kept.
+
+    `interleave` applies to programs that compute on CPUs. It is the maximum number of `wait` steps
+    that are moved between the recorded steps. No operators are recorded in the moved steps. The
+    speed of a machine changes within seconds, so only steps that alternate with the recorded steps
+    show how much recording slows a step.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Capture:
         batch: int | None = None,
         stop: bool = False,
         replace: bool = True,
+        interleave: int = 0,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(
@@ -98,6 +106,8 @@ class Capture:
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
+        self.interleave = interleave
+        self._unrecorded_between: set[int] = set()  # numbers of the steps that `interleave` moved
         self.path: Path | None = None  # the path of the trace after it was written
         self._profiler: torch.profiler.profile | _NvtxRanges | None = None
         self._steps = 0
@@ -108,16 +118,22 @@ class Capture:
         # The times of the steps during `wait` (without the profiler) and during `active`.
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
         self._program_settings: dict[str, Any] = {}
-        # Peak memory in bytes before the recording, and heap bytes added for the recording.
-        self._peak_before, self._touched = 0, 0
+        # Peak memory in bytes before the recording, heap bytes added for the recording, and the
+        # seconds of one page fault.
+        self._peak_before, self._touched, self._page_fault_s = 0, 0, 0.0
         self._step_start: Any = None  # None if the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._forward_calls: _ForwardCalls | None = None  # set if the steps are forward calls
+        self._program_memory = ProgramMemory() if memory else None
 
     def __enter__(self) -> "Capture":
         if _cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._program_profilers.begin()
+        if (memory := self._program_memory) is not None:
+            memory.begin()
+            hook = register_optimizer_step_post_hook(lambda each, *_: memory.on_update(each))
+            self._hooks.callback(hook.remove)
         self._start()
         return self
 
@@ -128,15 +144,26 @@ class Capture:
         """Mark the end of a training step."""
         if self._profiler is None:
             return
+        if self._program_memory is not None and self._program_memory.complete:
+            self._program_memory.end()
         if self._step_start is not None:
-            steps = self._unrecorded if self._steps < self.wait else self._recorded
-            start, faults = self._step_start
-            steps.add(start, _now(self._device), _page_faults() - faults)
+            steps = self._recorded if self._is_recorded(self._steps) else self._unrecorded
+            start, faults, cpu = self._step_start
+            steps.add(
+                self._steps,
+                start,
+                _now(self._device),
+                page_faults=_page_faults() - faults,
+                cpu_s=time.thread_time() - cpu,
+            )
         self._steps += 1
         if self._steps == self.wait:
             self._before_recording()
-        if self._steps < self.wait + self.warmup + self.active:
+        if self._steps < self._last_step:
+            _record_operators(True)  # the range of the next step is always recorded
             self._profiler.step()
+            if self._steps in self._unrecorded_between:
+                _record_operators(False)
             self._begin_step()
         else:
             self.close()
@@ -146,6 +173,10 @@ class Capture:
     def close(self) -> None:
         """Stop the profiler and write the recorded steps, if any. Later calls do nothing."""
         self._hooks.close()
+        if self._unrecorded_between:
+            _record_operators(True)
+        if self._program_memory is not None:
+            self._program_memory.end()
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -167,6 +198,8 @@ class Capture:
         step, so processes that neither train nor run inference are not affected.
         """
         self._program_profilers.begin()
+        if self._program_memory is not None:
+            self._never_raise(self._program_memory.begin)
         self._hooks.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
         self._forward_calls = _ForwardCalls(self)
         atexit.register(self._at_exit)  # the program may end before the schedule
@@ -176,7 +209,12 @@ class Capture:
         if _cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph does not run now
         self.ignore_forward_calls()
-        # With several optimizers (a GAN, one per parameter) the first one marks the steps.
+        if (memory := self._program_memory) is not None:
+            self._never_raise(lambda: memory.on_update(optimizer))
+            if memory.complete:
+                self._never_raise(memory.end)
+        # If the program has several optimizers (a GAN, or one optimizer per parameter), the first
+        # optimizer marks the steps.
         if self._leading_optimizer is None:
             self._leading_optimizer = weakref.ref(optimizer)
             parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -200,18 +238,21 @@ class Capture:
             return
         self._forward_calls.remove()
         self._forward_calls = None
-        profiler, self._profiler, self._steps = self._profiler, None, 0  # _write writes nothing
+        # With _steps = 0, _write writes no trace when the profiler stops.
+        profiler, self._profiler, self._steps = self._profiler, None, 0
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
         if profiler is not None:
             self._never_raise(profiler.stop)
 
     def _at_exit(self) -> None:
         if self._profiler is not None:
-            needed = self.wait + self.warmup + self.active + 1
-            _report(
-                f"the program took {self._steps + 1} steps, but the schedule needs {needed}. "
-                "Reduce --wait, --warmup or --active, or train longer."
-            )
+            needed = self._last_step + 1
+            # Python sets last_type after an uncaught exception, which already explains the end.
+            if not hasattr(sys, "last_type"):
+                _report(
+                    f"the program took {self._steps + 1} steps, but the schedule needs {needed}. "
+                    "Reduce --wait, --warmup or --active, or train longer."
+                )
             self._never_raise(self.close)
 
     def _never_raise(self, action: Callable[[], None]) -> None:
@@ -224,6 +265,10 @@ class Capture:
 
     def _abandon(self) -> None:
         self._hooks.close()
+        if self._unrecorded_between:
+            _record_operators(True)
+        if self._program_memory is not None:
+            self._program_memory.end()
         self._profiler = None
 
     def _before_recording(self) -> None:
@@ -235,10 +280,12 @@ class Capture:
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
         self._program_settings = read_settings(self._batch_counter.loader_times)
+        if self._program_memory is not None:  # its hooks would slow the recorded steps
+            self._program_memory.end()
         if not self.nvtx:
-            self._peak_before = _peak_memory()
+            self._peak_before = process_peak_bytes()
             size = min((self.active + 1) * _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES)
-            self._touched = _touch_heap(size)
+            self._touched, self._page_fault_s = _touch_heap(size)
 
     def _before_profiler_starts(self, starting: Any) -> None:
         """End this capture if the program starts its own profiler. The recorded steps are kept.
@@ -254,7 +301,34 @@ class Capture:
             profiler.end()
         _report(f"the capture has ended: {_OTHER_PROFILER}")
 
+    @property
+    def _last_step(self) -> int:
+        """The number of steps after which the capture ends."""
+        return self.wait + self.warmup + self.active + len(self._unrecorded_between)
+
+    def _is_recorded(self, step: int) -> bool:
+        return step >= self.wait + self.warmup and step not in self._unrecorded_between
+
+    def _move_steps_between(self) -> None:
+        """Move unrecorded steps between the recorded steps, as `interleave` requests.
+
+        The steps form pairs of one recorded and one unrecorded step. The order within the pairs
+        follows the Thue-Morse sequence, so a drift of the machine's speed or a period of the
+        program affects recorded and unrecorded steps equally.
+        """
+        # Undo an earlier move, because the capture may start a second time.
+        self.wait += len(self._unrecorded_between)
+        count = min(self.interleave, self.active, self.wait)
+        if self._device is not None or self.nvtx or _enable_record_function is None:
+            count = 0
+        self.wait -= count
+        first = self.wait + self.warmup
+        self._unrecorded_between = {
+            first + 2 * pair + (pair.bit_count() % 2 == 0) for pair in range(count)
+        }
+
     def _start(self) -> None:
+        self._move_steps_between()
         if self.wait == 0:
             self._before_recording()
         # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU. A
@@ -284,10 +358,14 @@ class Capture:
 
     def _begin_step(self) -> None:
         in_warmup = self.wait <= self._steps < self.wait + self.warmup
-        self._step_start = None if in_warmup else (_now(self._device), _page_faults())
+        now = (_now(self._device), _page_faults(), time.thread_time())
+        self._step_start = None if in_warmup else now
 
     def _action(self, step: int) -> ProfilerAction:
-        """Return what torch.profiler.schedule returns, without its warning about a warm-up of 0."""
+        """Return the profiler's action in a step.
+
+        torch.profiler.schedule would return the same actions, but warns if the warm-up is 0.
+        """
         if step < self.wait:
             return ProfilerAction.NONE
         if step < self.wait + self.warmup:
@@ -326,12 +404,13 @@ class Capture:
 
     def _metadata(self) -> dict[str, Any]:
         """Return data that torch does not write to a trace. Its key in the trace is `tutti`."""
+        # The heap that was added for the profiler is not counted.
+        process_peak = max(self._peak_before, process_peak_bytes() - self._touched)
         metadata: dict[str, Any] = {
             "backend": "none",
             "host": socket.gethostname(),  # torch 2.11 does not write host_name
             "kernel": _kernel_identity(),
-            # The heap that was added for the profiler is not counted.
-            "host_memory_bytes": max(self._peak_before, _peak_memory() - self._touched),
+            "host_memory_bytes": process_peak,
             "recorder": [],
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
@@ -339,12 +418,17 @@ class Capture:
         }
         if _cuda.is_initialized():
             metadata["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        if self._program_memory is not None:
+            metadata["memory"] = self._program_memory.summary(self._device, process_peak)
         if dist.is_available() and dist.is_initialized():
             metadata["backend"] = dist.get_backend()
             with contextlib.suppress(Exception):  # the recorder is not a stable interface
                 metadata["recorder"] = _recorded_collectives()
         unrecorded, recorded = self._unrecorded.seconds(), self._recorded.seconds()
-        both = recorded and unrecorded
+        between = [number in self._unrecorded_between for number in self._unrecorded.numbers]
+        timed = [s for s, is_between in zip(unrecorded, between, strict=True) if is_between]
+        timed = timed or unrecorded
+        both = recorded and timed
         calls = self._forward_calls
         return metadata | {
             "rank": self._rank,
@@ -353,12 +437,18 @@ class Capture:
             # unfinished step during which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
+            # The numbers of the steps in step_s. The next value is how many of these steps, counted
+            # from the end, lie between recorded steps.
+            "timed_steps": self._unrecorded.numbers,
+            "interleaved": sum(between),
             # Two lists of minor page faults: one number for each step without the profiler, and one
-            # number for each recorded step.
+            # number for each recorded step. `cpu_s` has the CPU seconds of the thread that trains.
             "page_faults": [self._unrecorded.page_faults, self._recorded.page_faults],
+            "page_fault_s": self._page_fault_s,
+            "cpu_s": [self._unrecorded.cpu_s, self._recorded.cpu_s],
             # The module whose calls are the steps, or None if an optimizer marks the steps.
             "steps_of_module": calls.module_name if calls is not None else None,
-            "overhead": median(recorded) / median(unrecorded) if both else None,
+            "overhead": median(recorded) / median(timed) if both else None,
             "batch": self._batch,
         }
 
@@ -372,16 +462,26 @@ def _now(device: torch.device | None) -> Any:
     return event
 
 
+def _record_operators(enabled: bool) -> None:
+    """Switch the recording of operators on or off in this thread, while the profiler runs."""
+    if _enable_record_function is not None:
+        _enable_record_function(enabled)
+
+
 class _StepTimes:
-    """The start, the end and the page faults of steps."""
+    """The numbers, times, page faults and CPU seconds of steps."""
 
     def __init__(self) -> None:
         self._times: list[tuple[Any, Any]] = []
+        self.numbers: list[int] = []
         self.page_faults: list[int] = []
+        self.cpu_s: list[float] = []
 
-    def add(self, start: Any, end: Any, page_faults: int) -> None:
+    def add(self, number: int, start: Any, end: Any, *, page_faults: int, cpu_s: float) -> None:
         self._times.append((start, end))
+        self.numbers.append(number)
         self.page_faults.append(page_faults)
+        self.cpu_s.append(cpu_s)
 
     def seconds(self) -> list[float]:
         if self._times and not isinstance(self._times[-1][1], float):
@@ -395,35 +495,43 @@ def _page_faults() -> int:
 
 
 def _kernel_identity() -> str:
-    """Return the boot id of the kernel, or "". Processes with the same boot id share a clock."""
+    """Return the boot id of the operating system, or "" if unknown.
+
+    Processes with the same boot id share a clock.
+    """
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
-def _peak_memory() -> int:
-    """Return the peak memory of this process in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _touch_heap(size: int) -> tuple[int, float]:
+    """Add about `size` bytes to the heap, write to these bytes and free them.
 
+    Return the number of bytes, and the seconds of one page fault: the time of the first write to a
+    page minus the time of a second write.
 
-def _touch_heap(size: int) -> int:
-    """Add about `size` bytes to the heap, write to these bytes and free them. Return their number.
-
-    The profiler stores its events on the heap. Without these bytes the heap grows in the recorded
-    steps, and each new page causes a page fault. Thousands of page faults per step slow the steps
-    by an amount that depends on the number of operators and of ranks. The block with the highest
-    address is never freed, because malloc returns free memory at the end of the heap to the system.
+    The profiler stores its events on the heap. Without the added bytes the heap would grow in the
+    recorded steps, and each new page would cause a page fault. Thousands of page faults per step
+    slow the steps by an amount that depends on the number of operators and of ranks. malloc returns
+    free memory at the end of the heap to the system, so the block with the highest address is never
+    freed.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     blocks = [libc.malloc(_HEAP_BLOCK_BYTES) for _ in range(size // _HEAP_BLOCK_BYTES)]
     blocks = sorted(filter(None, blocks))
-    for block in blocks:
-        ctypes.memset(block, 0, _HEAP_BLOCK_BYTES)
+    seconds, faults = [], []
+    for _ in range(2):
+        began, before = time.thread_time(), _page_faults()
+        for block in blocks:
+            ctypes.memset(block, 0, _HEAP_BLOCK_BYTES)
+        seconds.append(time.thread_time() - began)
+        faults.append(_page_faults() - before)
     for block in blocks[:-1]:
         libc.free(block)
-    return len(blocks) * _HEAP_BLOCK_BYTES
+    page_fault_s = max(0.0, seconds[0] - seconds[1]) / max(1, faults[0] - faults[1])
+    return len(blocks) * _HEAP_BLOCK_BYTES, page_fault_s
 
 
 def _recorded_collectives() -> list[dict[str, Any]]:
@@ -530,7 +638,7 @@ class _BatchCounter:
             )
 
     def samples_per_step(self, steps: int) -> int | None:
-        """Return the number of samples per step of this rank, or None if unknown."""
+        """Return the number of samples that this rank processes per step, or None if unknown."""
         return round(self._samples / steps) or None if self._samples and steps else None
 
     def _count_results(

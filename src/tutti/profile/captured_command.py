@@ -1,4 +1,4 @@
-"""Runs an unchanged program with every rank captured, and coordinates the tasks of a launcher.
+"""Runs an unchanged program and captures every rank, also if a launcher starts several tasks.
 
 `tutti profile -- srun -n 2 train.py` needs a launcher that passes environment variables to the
 ranks. `srun -n 2 tutti profile -- train.py` needs no such launcher, because every task runs tutti
@@ -29,10 +29,12 @@ from tutti.world.launchers import identify
 _TASK_TIMEOUT_SECONDS = 60.0
 # The timeout after a failure is shorter, because the launcher may have killed the other tasks.
 _FAILED_TIMEOUT_SECONDS = 5.0
+# Time between SIGTERM and SIGKILL for a command that has exceeded its time limit.
+_GRACE_SECONDS = 10.0
 
 
 def captured_environment(settings: dict[str, Any], before: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with which every Python process that trains records a trace.
+    """Return environment variables that make every Python process of a training record a trace.
 
     All processes that the command starts inherit PYTHONPATH, for example torchrun's workers.
     """
@@ -62,18 +64,29 @@ def resolve_command(arguments: Sequence[str], tutti_commands: Sequence[str]) -> 
         raise UsageError(
             f"{first!r} is not a program. For example, use tutti profile -- torchrun … train.py."
         )
+    script = next((word for word in rest if word.endswith(".py")), None)
+    is_local = re.fullmatch(r"torchrun|accelerate|python[\d.]*", Path(first).name) is not None
+    if script is not None and is_local and not Path(script).is_file():
+        before = rest[rest.index(script) - 1] if rest[0] != script else ""
+        if not before.startswith("-"):  # otherwise the path is the value of a flag
+            raise UsageError(f"script {script!r} does not exist. Check the path.")
     return [found, *rest]
 
 
 def run_captured(
-    command: Sequence[str], settings: dict[str, Any], output: IO[str] | None = None
+    command: Sequence[str],
+    settings: dict[str, Any],
+    output: IO[str] | None = None,
+    limit_s: float | None = None,
 ) -> int:
     """Run a command, forward SIGTERM, and return the exit code as a shell reports it.
 
-    The command writes to the file `output` instead of standard output and standard error.
+    The command writes to the file `output` instead of standard output and standard error. After
+    `limit_s` seconds, the command and all its child processes are ended, and the exit code is 124.
     """
     env = captured_environment(settings, os.environ)
-    # Keep inherited descriptors open, because MPICH's ranks reach mpirun through one of them.
+    # Keep inherited file descriptors open, because MPICH's ranks communicate with mpirun through
+    # one of these descriptors.
     with subprocess.Popen(
         command, env=env, close_fds=False, stdout=output, stderr=output
     ) as process:
@@ -81,18 +94,43 @@ def run_captured(
         try:
             while True:
                 try:
-                    code = process.wait()
+                    code = process.wait(limit_s)
                     return code if code >= 0 else 128 - code  # ended by signal -code
                 except KeyboardInterrupt:
                     # The program has received Ctrl-C, too. Wait for its end and keep its traces.
                     continue
+                except subprocess.TimeoutExpired:
+                    _end_with_children(process)
+                    return 124
         finally:
             signal.signal(signal.SIGTERM, before)
 
 
+def _end_with_children(process: "subprocess.Popen[bytes]") -> None:
+    """End a command and all its child processes.
+
+    SIGTERM lets a launcher end its ranks and remove its files. Processes that are left after the
+    grace period are killed.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        processes = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        processes = []
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_SECONDS)
+    process.kill()
+    for child in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+
+
 @dataclass(frozen=True)
 class LauncherTask:
-    """One of the `tutti profile` processes that a launcher started. They all share one `job`."""
+    """One of the `tutti profile` processes that a launcher started. All have the same `job`."""
 
     number: int
     count: int
@@ -103,7 +141,7 @@ class LauncherTask:
     def from_environment(env: Mapping[str, str]) -> "LauncherTask":
         try:
             identity = identify(env)
-        except UsageError:  # the variables are incomplete, but the program may not need them
+        except UsageError:  # the launcher's variables are incomplete. The program may not need them
             return LauncherTask(0, 1, "", "")
         has_job = identity.launcher in ("slurm", "openmpi", "mpich", "tutti")
         job = re.sub(r"[^A-Za-z0-9._-]", "-", identity.job) if has_job else ""
@@ -111,7 +149,7 @@ class LauncherTask:
 
     @property
     def missing_rank_hint(self) -> str:
-        """A hint about variables that a launcher other than torchrun does not set."""
+        """A hint about variables that torchrun sets and other launchers do not set."""
         starter = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpirun"}.get(self.launcher)
         if starter is None or self.count == 1:
             return ""
@@ -144,7 +182,7 @@ class LauncherTask:
             write_atomically(path, str(code))
 
     def wait_for_exit_codes(self, out: Path, failed: bool) -> tuple[dict[int, int], list[int]]:
-        """Return the exit codes of the tasks that have ended, and the numbers of other tasks."""
+        """Return the exit codes of tasks that have ended, and the numbers of all other tasks."""
         codes: dict[int, int] = {}
         timeout = _FAILED_TIMEOUT_SECONDS if failed else _TASK_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout

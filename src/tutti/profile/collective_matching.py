@@ -16,10 +16,11 @@ _AXES = {
     **dict.fromkeys(("tp", "tensor", "tensor_parallel", "model"), "tp"),
     **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), "pp"),
 }
-# Ranks with the same kernel share a clock. In a trace that does not name its kernel, ranks with the
-# same host name normally share a clock, but containers on several hosts may have the same name.
-# Such ranks have separate clocks if they end the same collectives at different times. The median
-# difference must be larger than this constant and than three times the spread of the differences.
+# Ranks share a clock if their operating system kernels have the same boot id. Traces of other tools
+# have no boot id. In such traces, ranks with the same host name share a clock, unless they recorded
+# different end times for the same collectives, because containers on several hosts may have the
+# same host name. The end times count as different if their median difference exceeds this constant
+# and three times the spread of the differences.
 _SAME_CLOCK_SECONDS = 1e-3
 
 
@@ -54,8 +55,8 @@ class MatchedCollective:
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     """Return the collectives that at least two traces contain.
 
-    The last rank and its arrival time are stored in each collective. They are correct only if the
-    clocks are aligned.
+    The function also sets `last_rank` and `last_arrival` of each collective: the rank that arrived
+    last, and its arrival time. These values are correct only if the clocks are aligned.
     """
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
     ambiguous = {id(collective) for collective in collectives_without_group(traces)}
@@ -86,7 +87,8 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
     """Return the collectives that cannot be matched.
 
-    There are several groups, and the trace does not name the group of these collectives.
+    If the program has several groups, a collective without a group name in the trace may belong to
+    any of these groups.
     """
     groups = [group for trace in traces for group in trace.groups.values()]
     sizes = {int(group.get("pg_size") or len(group.get("ranks") or ())) for group in groups}
@@ -118,13 +120,14 @@ def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] |
 
 
 def name_axes(trace: RankTrace) -> None:
-    """Set the mesh axis of each collective, and the ranks of its group, which matching needs.
+    """Set `axis` (the mesh axis) and `group_ranks` of each collective. Matching needs both.
 
-    A DeviceMesh describes its groups as mesh_<axis>. The default group belongs to the only axis, or
-    to the axis `world` if there are several axes. Without a mesh the operations determine the axis.
-    An all-reduce belongs to dp, because replicas all-reduce gradients. An all-gather or a
-    reduce-scatter belongs to shard. If a program uses all-reduce but never reduce-scatter, its
-    parameters are replicated, and its all-gathers collect metrics.
+    A DeviceMesh describes its groups as mesh_<axis>. A collective of the default group belongs to
+    the only axis, or to the axis `world` if there are several axes. In a program without a mesh,
+    the operation determines the axis. An all-reduce belongs to dp, because replicas all-reduce
+    gradients. An all-gather or a reduce-scatter belongs to shard. There is one exception: a program
+    that uses all-reduce but never reduce-scatter has replicated parameters, so its all-gathers
+    collect metrics and belong to dp.
     """
     by_description = {str(group.get("pg_desc", "")): group for group in trace.groups.values()}
     present = _axes_present(trace)
@@ -133,8 +136,9 @@ def name_axes(trace: RankTrace) -> None:
     for collective in trace.collectives:
         group = trace.groups.get(collective.group, {})
         if collective.group.startswith("tutti "):
-            # A tutti.comm group is labelled with its description. Different groups on other ranks
-            # can have the same description.
+            # The trace names a group of tutti.comm by its description. Several groups may have the
+            # same description, but a rank is in only one of them. So the rank's own list of groups
+            # gives the right group.
             name = collective.group.removeprefix("tutti ")
             described = by_description.get("default_pg" if name == "default" else name)
             group = described or trace.groups.get(name.removeprefix("group-"), {})
@@ -152,8 +156,9 @@ def _axes_present(trace: RankTrace) -> set[str]:
         if (axis := _named_axis(str(group.get("pg_desc", "")))) is not None
     }
     large = {axis for axis, size in sizes.items() if size > 1}
-    # If one axis contains all ranks, this axis uses the default group, and the groups of all other
-    # axes have one rank. So the axis without a named group contains all ranks.
+    # If one axis contains all ranks, DeviceMesh uses the default group for this axis, and the named
+    # groups of all other axes have one rank. So the only axis without a named group contains all
+    # ranks.
     unnamed = set(_AXES.values()) - set(sizes)
     return unnamed if not large and len(unnamed) == 1 else large
 
@@ -164,7 +169,7 @@ def _axis(
     if (named := _named_axis(description)) is not None:
         return named
     point_to_point = collective.is_point_to_point
-    if point_to_point and not collective.group:  # an NCCL batch, which only pipelines use
+    if point_to_point and not collective.group:  # NCCL's batch_isend_irecv: pipelines
         return "pp"
     size = len(collective.group_ranks) or collective.group_size
     has_all_ranks = size == world_size or (not size and not collective.group)
@@ -186,7 +191,7 @@ def _named_axis(description: str) -> str | None:
 
 @dataclass
 class Clock:
-    """The measured offset of a rank's clock, and the correction that was applied to the trace."""
+    """The measured offset of a rank's clock, and the seconds that were added to the trace."""
 
     rank: int
     # Seconds by which this clock was ahead of the first rank's clock. None if no chain of

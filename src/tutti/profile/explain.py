@@ -7,7 +7,13 @@ from typing import Any
 
 from tutti.measure.spread import middle_half, quartiles, summarize
 from tutti.profile.advice import ProfiledRun, advise, findings_without_gain
-from tutti.profile.calibration import calibrate, mean_parts, timed_steps, typical_seconds
+from tutti.profile.calibration import (
+    calibrate,
+    mean_parts,
+    recording_cost,
+    timed_steps,
+    typical_seconds,
+)
 from tutti.profile.collective_matching import (
     Clock,
     MatchedCollective,
@@ -32,7 +38,7 @@ from tutti.profile.trace_file import is_merged
 from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
 
-# If communication takes more than this share of the step, it should be optimized first.
+# If moving data takes more than this share of the step, communication should be optimized first.
 COMM_RATIO_LIMIT = 0.20
 
 
@@ -84,9 +90,12 @@ class Explanation:
         recorded = mean_parts([parts_with_pauses(step) for step in self._typical(trace)])
         times = timed_steps(trace.capture_info.get("step_s") or [])
         seconds = typical_seconds(times) if times else sum(recorded.values())
-        # Recording makes no step faster. If the timed steps are slower than the recorded steps,
-        # this is chance, so the factor is at most 1.
-        typical = calibrate(recorded, seconds, trace.on_device, max_factor=1.0)
+        cost = None
+        if not trace.on_device:
+            cost = recording_cost([trace.capture_info], [trace.operators_in_input])
+        # Recording makes no step faster. Timed steps can be slower than recorded steps only by
+        # chance, so the factor is at most 1.
+        typical = calibrate(recorded, seconds, trace.on_device, 1.0, cost)
         parts, length = typical.parts, sum(typical.parts.values())
         spread = {
             name: [typical.scaled(name, part) for part in quartiles([s.parts[name] for s in steps])]
@@ -101,7 +110,7 @@ class Explanation:
             "steps": len(steps),
             "step_s": summarize([step.seconds for step in steps]) | {"typical": length},
             "recording_overhead": trace.capture_info.get("overhead"),
-            "calibration": typical.factor if times else None,
+            "calibration": typical.factor if times or cost else None,
             "parts_s": parts,
             "parts_quartiles_s": spread,
             "parts_share": {name: seconds / length for name, seconds in parts.items()},
@@ -111,6 +120,7 @@ class Explanation:
             "comm_ratio_ok": ratio <= COMM_RATIO_LIMIT,
             "memory_bytes": trace.memory_bytes,
             "host_memory_bytes": trace.host_memory_bytes,
+            "memory": trace.memory,
             "clock": asdict(clock),
             "trace": str(trace.path),
         }
@@ -121,8 +131,8 @@ def trace_files(path: Path) -> list[Path]:
     if path.is_file():
         if is_merged(path):
             raise UsageError(
-                f"--trace {path} has all ranks, merged for a viewer. Use the folder that has one "
-                "trace for each rank."
+                f"--trace {path} is the merged trace of all ranks, for a viewer. Use the folder "
+                "that has one trace for each rank."
             )
         return [path]
     inner = path / "traces"
@@ -173,7 +183,7 @@ def explain(files: Sequence[Path]) -> Explanation:
         notes.append(
             f"the clock of {', '.join(unknown)} cannot be compared with the clock of "
             f"{traces[0].host}, because no synchronizing collective connects these hosts. The "
-            "times of waiting between them are correct only if their clocks agree."
+            "waiting times between these hosts are correct only if their clocks agree."
         )
     if len(traces) > 1 and (ambiguous := collectives_without_group(traces)):
         notes.append(
@@ -190,8 +200,8 @@ def explain(files: Sequence[Path]) -> Explanation:
 def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
     """Return the newest trace of each rank, in rank order.
 
-    A torch profiler whose schedule has `repeat` writes several traces. Traces that do not name
-    their rank get the unused rank numbers, in file order.
+    A torch profiler whose schedule has `repeat` writes several traces per rank. Traces that do not
+    name their rank get the unused rank numbers, in file order.
     """
     newest: dict[int, RankTrace] = {}
     older: list[str] = []
@@ -228,7 +238,8 @@ def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
     lowest, highest = by_busy[0], by_busy[-1]
     if highest["busy"] - lowest["busy"] > 0.1 and highest["busy"] > 1.25 * lowest["busy"]:
         notes.append(
-            f"ranks are unevenly busy: rank {highest['rank']} computes {100 * highest['busy']:.0f} "
-            f"% of the step, but rank {lowest['rank']} computes {100 * lowest['busy']:.0f} %"
+            f"ranks are unevenly busy: rank {highest['rank']} computes for "
+            f"{100 * highest['busy']:.0f} % of the step, but rank {lowest['rank']} only for "
+            f"{100 * lowest['busy']:.0f} %"
         )
     return notes

@@ -3,7 +3,7 @@
 For example, an all-reduce has these events:
 
 - a call: `c10d::allreduce_` on the caller's thread, with the message size if shapes were recorded.
-  The call returns at once if the caller does not wait.
+  An asynchronous call (async_op=True) returns at once.
 - a run: `gloo:all_reduce` on a gloo thread, or `shm:all_reduce`. It shows when the operation ran.
 - parameters (shm, not gloo): `record_param_comms` inside the call, with group and sequence number.
 - a recorder entry (gloo, if tutti captured the trace): an entry of torch's flight recorder, with
@@ -50,7 +50,7 @@ def assemble_collectives(
     group_size: Callable[[str], int],
     accumulates_gradient: Callable[[Any, float], bool],
 ) -> list[Collective]:
-    """Return the collectives that a host ran.
+    """Return the collectives that ran on the host.
 
     The first five arguments are the events that the top of this file lists. An entry of `recorder`
     is (time, group, sequence number).
@@ -85,8 +85,8 @@ def assemble_collectives(
         _fill_size(collective, call, run, group_size(collective.group))
         if (parameter := inner.first_inside(call)) is not None:
             size = collective.bytes
-            # The program called shm, which may call gloo between hosts. The recorder entry belongs
-            # to this inner call of gloo, so its sequence number is not used.
+            # The program called the backend shm, which may call gloo between hosts. The recorder
+            # entry belongs to the call of gloo, so its sequence number is not used.
             collective.sequence = None
             collective.fill_from_arguments(parameter.arguments)
             collective.bytes = max(size, collective.bytes)
@@ -173,7 +173,8 @@ def _fill_size(
     collective.bytes = max(counts, default=0) * element_bytes(collective.dtype)
     if collective.operation == "barrier":
         collective.bytes, collective.dtype = 0, ""
-    # For lists of tensors the trace contains only the size of one rank's share of the message.
+    # If the arguments are lists of tensors, the trace has only the size of one rank's share of the
+    # message.
     if collective.operation in _SIZE_PER_RANK and len(counts) < 2:
         collective.bytes *= group_size
     if collective.is_point_to_point:

@@ -17,7 +17,8 @@ from tutti.profile.rank_trace import RankTrace
 from tutti.profile.step_breakdown import buckets_in
 from tutti.profile.trace_file import MERGED_PREFIX, Event, TraceFile
 
-# Processes and flows (arrows) have numbers in a trace. Each rank gets a separate range of numbers.
+# A trace identifies processes and flows (arrows) by numbers. Each rank gets its own range of
+# numbers.
 _PROCESSES_PER_RANK = 1000
 _FLOWS_PER_RANK = 1 << 40
 _MICROSECONDS = 1e6
@@ -116,7 +117,7 @@ def _arrow_events(
     for position, (rank, waiter) in enumerate(collective.members.items()):
         if rank == late:
             continue
-        # An arrow must end inside the slice to which it points, and not before the arrow begins.
+        # An arrow must end inside the slice to which it points, and must not end before it begins.
         finish = min(max(source.start, waiter.transfer_start), waiter.end)
         common: Event = {"cat": "tutti", "name": f"{waiter.operation} waits for rank {late}"}
         # These flow ids are beyond the ranges of all ranks.

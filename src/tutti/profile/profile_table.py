@@ -1,4 +1,4 @@
-"""Formats an explanation as tables of 80 columns, or of 60 columns on a narrow terminal."""
+"""Formats the rows of explain.py as tables of 80 columns, or of 60 columns on a narrow terminal."""
 
 from collections.abc import Iterator, Mapping
 from statistics import fmean, median
@@ -7,14 +7,18 @@ from typing import Any
 from tutti.measure.terminal import wrap_line
 from tutti.measure.units import format_bytes, three_digits
 from tutti.profile.explain import COMM_RATIO_LIMIT
-from tutti.profile.step_breakdown import PARTS, excess_text, lateness_text
+from tutti.profile.step_breakdown import PARTS, excess_text, is_late_by_chance, lateness_text
 
+MEMORY_PARTS = (
+    *("parameters", "gradients", "optimizer", "activations", "buffers", "fragmentation"),
+    *("other", "total"),
+)
 _FULL_WIDTH = 80
 _MAX_RANKS = 16
 _MAX_ROWS = 8
 _MAX_ADVICE = 5
-# Ratio of recorded to unrecorded step time. A smaller ratio is not printed, because it may be
-# chance.
+# Ratio of recorded to unrecorded step time. A ratio below this value is not printed, because it may
+# be chance.
 _NOTABLE_OVERHEAD = 1.1
 
 
@@ -55,18 +59,42 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
             balance += f"; {name} {_range(values, 'MB')}"
             break
     yield balance
+    yield from _memory([row for row in shown if row["memory"]], narrow)
     overhead = median(row["recording_overhead"] or 1 for row in ranks)
     if overhead > _NOTABLE_OVERHEAD:
         corrected = any(row["calibration"] is not None for row in ranks)
         yield (
-            f"recorded steps took {overhead:.2f} × as long as the steps before"
-            + ("; the table is corrected for this" if corrected else "")
+            f"recorded steps took {overhead:.2f} × as long as unrecorded steps"
+            + ("; the table is corrected for the cost of recording" if corrected else "")
         )
     yield ""
     yield from _communication(rows, narrow)
     yield from _stragglers(rows)
     yield from _advice(rows)
     yield from (f"note: {note}" for note in rows["notes"])
+
+
+def _memory(ranks: list[dict[str, Any]], narrow: bool) -> Iterator[str]:
+    """Yield the parts of each rank's peak memory."""
+    if not ranks:
+        return
+    yield ""
+    yield "memory by cause, in MB at the peak"
+    short = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
+    short |= {"activations": "activ", "buffers": "comm", "fragmentation": "fragm"}
+    width = 7 if narrow else 9
+    yield "rank" + "".join(f"{short.get(n, n):>{width}}" for n in MEMORY_PARTS)
+    for row in ranks:
+        values = (row["memory"][name] for name in MEMORY_PARTS)
+        cells = ("-" if value is None else f"{value / 1e6:,.1f}" for value in values)
+        yield f"{row['rank']:>4}" + "".join(f"{cell:>{width}}" for cell in cells)
+    modules = ranks[0]["memory"]["activations_by_module"][:_MAX_ADVICE]
+    if modules:
+        sizes = (f"{item['module']} {item['bytes'] / 1e6:,.1f} MB" for item in modules)
+        yield f"largest activations of rank {ranks[0]['rank']}: {', '.join(sizes)}"
+    for note in dict.fromkeys(row["memory"]["note"] for row in ranks if row["memory"]["note"]):
+        yield f"note: {note}"
+    yield ""
 
 
 def _cell(low_and_high: list[float], step: float) -> str:
@@ -152,6 +180,12 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
         return
     for row in stragglers[:_MAX_ROWS]:
         cost = row["cost_s"]
+        if is_late_by_chance(row, rows["stragglers"]):
+            yield (
+                f"rank {row['rank']} {lateness_text(row)}, in turn with other ranks: "
+                f"{1e3 * cost['typical']:.1f} ms per step ({100 * row['cost_share']:.0f} %)"
+            )
+            continue
         yield (
             f"rank {row['rank']} {lateness_text(row)}: the others wait "
             f"{1e3 * cost['typical']:.1f} ms per step ({100 * row['cost_share']:.0f} %) for it,"

@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
-# Values of bucket_cap_mb for which the settings contain the buckets that DDP would use. If several
-# values give the same buckets, only the smallest value is kept.
+# For each of these values of bucket_cap_mb, the settings list the buckets that DDP would make. If
+# several values give the same buckets, only the smallest value is kept.
 _BUCKET_SIZES = (0.1, 0.5, 1, 2, 5, 10, 25, 50, 100, 200)
 _MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
 _MAX_LOADS = 256  # maximum number of recorded calls of the data loader
@@ -33,7 +33,7 @@ _c10d: Any = dist  # torch declares no types for some functions
 
 
 def watch_constructors(changes: dict[str, Any]) -> None:
-    """Note where the program constructs DDP and DataLoader, and apply `changes` for a trial.
+    """Record where the program constructs DDP and DataLoader, and apply `changes` for a trial.
 
     `changes` may have `ddp` and `loader` (arguments of the constructors), `loader_at` (FILE:LINE of
     the only call to which `loader` applies), `no_sync` (number of backward passes per step, of

@@ -18,7 +18,8 @@ import numpy.typing as npt
 # No rank leaves one of these operations before every rank of the group has arrived.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
-# A name comes before the names that it contains: all_reduce before reduce.
+# The first match is used, so a name comes before the names that it contains: all_reduce comes
+# before reduce.
 _OPERATIONS = (
     "reduce_scatter",
     "all_reduce",
@@ -215,7 +216,7 @@ class Collective:
     call_returned: float = 0.0  # on a CPU, the time at which the call returned to its caller
     # For a DDP bucket, the time at which its last gradient was computed.
     bucket_ready: float | None = None
-    # Set when collectives are matched: when the last rank arrived, and the number of that rank.
+    # The time at which the last rank arrived, and its number. Both are set by match_collectives.
     last_arrival: float | None = None
     last_rank: int | None = None
 
@@ -228,8 +229,8 @@ class Collective:
         """The time at which the wait for the last rank ends and data starts to move."""
         if self.last_arrival is not None:
             return min(max(self.start, self.last_arrival), self.end)
-        # A receive whose sender is unknown is mostly waiting. The same holds for an NCCL batch of
-        # sends and receives, which is one kernel without a peer.
+        # If the trace of the sender is unknown, most of a receive is assumed to be waiting. The
+        # same holds for batch_isend_irecv of NCCL, which is one kernel without a peer.
         return self.end if self.operation in ("recv", "send_recv") else self.start
 
     def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
@@ -281,18 +282,22 @@ class RankTrace:
     compute: Intervals
     communication: Intervals
     input: Intervals
-    other: Intervals  # copies on a GPU, or autograd's engine and other wrappers on a CPU
+    other: Intervals  # GPU: copies. CPU: the code that calls operators, such as autograd's engine
     operators: NamedSpans
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
     memory_bytes: int | None  # peak memory of the device allocator
     host_memory_bytes: int | None  # peak memory of the process
+    memory: dict[str, Any] | None  # bytes of the peak by cause, with --memory
     device_bytes: int | None  # total memory of the device
     has_loader_workers: bool
     of_tutti_train: bool  # whether `tutti train` ran the recorded steps
     # The amount of computation, to compare ranks: the number of GPU threads, or on a CPU the number
     # of multiplications. 0 means unknown.
     compute_estimate: float
+    # The share of the operators that run inside a data loader. The same share of the cost of
+    # recording, which is proportional to the number of operators, belongs to the part input.
+    operators_in_input: float
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
     # The time in functions of DDP's reducer: mul_out (gradient to bucket), copy_bucket_to_grad and

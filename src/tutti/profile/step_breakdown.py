@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -49,8 +48,8 @@ class StepBreakdown:
     parts: dict[str, float]  # the total length of each part
     paused: float  # the total length of the host gaps of at least 1 ms
     waited_for: dict[int, float]  # the time lost waiting for each late rank
-    # Seconds of hidden, exposed and wait for each kind of communication. Here wait includes bubble.
-    # The sum over all kinds is the time in `parts`.
+    # Seconds of the parts hidden, exposed and wait for each kind of communication. Here wait
+    # includes bubble. The sum over all kinds is the time in `parts`.
     by_kind: dict[Kind, dict[str, float]]
     # The times of the first gradient and of the end of backward, from the start of the step.
     gradients: tuple[float, float] | None
@@ -145,8 +144,8 @@ def _split_by_kind(
         extent = Intervals.of(pairs)
         by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
         regions = {name: region - extent for name, region in regions.items()}
-    # The remaining time is spent entering or leaving a call, or waking up after a call. It counts
-    # for the kind of the preceding call.
+    # In the remaining time the thread enters or leaves a call, or wakes up after a call. This time
+    # counts for the kind of the preceding call.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
     arrivals.sort(key=lambda arrival: arrival[0])
     for name, region in regions.items():
@@ -275,12 +274,13 @@ def straggler_rows(
     `cost_s` is the time per step in which the other ranks neither computed nor moved data because
     of this rank, as a mean over the other ranks. Its value `typical` is the median over the steps
     if the rank is late in most steps, otherwise the mean. `late_steps` are the steps in which the
-    rank was late, `late_cost_s` is their median cost, and `period` is 5 if every fifth step is
-    late.
+    rank was late, `late_cost_s` is the median cost of these steps, and `period` is 5 if every fifth
+    step is late.
+
     `gain_s` is the time per step that the other ranks would save if this rank were as fast as they
-    are. It is the smallest of three values: the mean cost, the time between the second last rank
-    and this rank, and the excess of the part that takes longer than on the other ranks. If no part
-    takes longer, the delay is chance and the gain is 0.
+    are. It is the smallest of three values: the mean cost, the time between the arrivals of the
+    second last rank and of this rank, and the excess of the part that takes longer than on the
+    other ranks. If no part takes longer, the delay is chance and the gain is 0.
     """
     synchronizing = [match for match in matched if match.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
@@ -298,7 +298,7 @@ def straggler_rows(
         lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
         late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
         # If few steps cause two thirds of the cost, small delays in the other steps are chance.
-        large = [step for step in late if cost_of_step[step] > max(costs) / 2]
+        large = large_values(cost_of_step, _NOTABLE_SHARE * length)
         few = len(large) <= len(costs) / 2
         if few and sum(cost_of_step[step] for step in large) > 2 / 3 * sum(costs):
             late = large
@@ -347,28 +347,51 @@ def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     found = []
     for row in rows:
         cost = row["cost_s"]["mean"]
-        others = max((each["cost_s"]["mean"] for each in rows if each is not row), default=0.0)
-        by_chance = not row["steady"] and row["period"] is None and cost < 2 * others
         gain = row.get("gain_s", cost)
-        if gain * row["cost_share"] >= _NOTABLE_SHARE * cost and not by_chance:
+        if gain * row["cost_share"] >= _NOTABLE_SHARE * cost and not is_late_by_chance(row, rows):
             found.append((row["steady"], gain, row))
     return max(found, key=lambda each: each[:2])[2] if found else None
+
+
+def is_late_by_chance(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a rank is late in few steps, without a period, like other ranks."""
+    others = max((each["cost_s"]["mean"] for each in rows if each is not row), default=0.0)
+    is_rare = not row["steady"] and row["period"] is None
+    return bool(is_rare and row["cost_s"]["mean"] < 2 * others)
+
+
+def large_values(values: Mapping[int, float], least: float) -> list[int]:
+    """Return the steps whose value is more than `least` and more than half of the largest value.
+
+    Up to two outliers may be much larger than the values of steps that are late periodically.
+    Therefore the second or the third largest value is used instead of the largest value if the
+    result then has a period.
+    """
+    found: list[list[int]] = []
+    for largest in sorted(values.values(), reverse=True)[:3]:
+        limit = max(least, largest / 2)
+        found.append([step for step, value in values.items() if value > limit])
+        few = len(found[-1]) <= len(values) / 2
+        if few and find_period(found[-1], list(values)) is not None:
+            return found[-1]
+    return found[0] if found else []
 
 
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
     """Return the number of steps between late steps if it is constant, or None.
 
-    Both arguments are sorted. The late steps must be periodic over all of `steps`, including its
-    start and its end. `steps` must contain at least two periods, because two steps that are late by
-    chance are often far apart. If every step is late, the period is 1. With fewer than two late
-    steps the result is None.
+    Both arguments are sorted lists of step numbers, which may have gaps. A period p means that
+    exactly the steps r, r + p, r + 2p, … are late. A period p is accepted only if `steps` has at
+    least 2p entries, because two steps that are late by chance are often far apart. If every step
+    is late, the period is 1. With fewer than two late steps the result is None.
     """
-    distances = {after - before for before, after in pairwise(late)}
-    if len(distances) != 1:
+    if len(late) < 2:
         return None
-    (period,) = distances
-    complete = late[0] - period < steps[0] and late[-1] + period > steps[-1]
-    return period if complete and 2 * period <= len(steps) else None
+    found = set(late)
+    for period in range(1, len(steps) // 2 + 1):
+        if found == {step for step in steps if (step - late[0]) % period == 0}:
+            return period
+    return None
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
@@ -409,4 +432,4 @@ def excess_text(excess: Mapping[str, Any]) -> str:
         "compute": f"computes {longer}",
         "input": f"waits {longer} for input",
         "host_gap": f"spends {longer} in gaps",
-    }.get(excess["part"], f"spends {longer} on the rest")
+    }.get(excess["part"], f"spends {longer} in the part rest")

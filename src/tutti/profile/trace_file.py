@@ -14,7 +14,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-# A merged trace begins with this text. Such a file has all ranks and is not the trace of one rank.
+# The beginning of a merged trace, which contains all ranks and cannot be read as one rank's trace.
 MERGED_PREFIX = '{"tutti": {"merged": true}'
 _CHUNK = 1 << 18  # number of characters read at once
 _LARGEST_VALUE = 1 << 26  # maximum number of characters of one event or one metadata value
@@ -37,7 +37,7 @@ class TraceFile:
         """Yield the events in file order. This method can be called only once."""
         with _open(self.path) as self._stream:
             try:
-                if self._peek() == "[":  # Chrome allows a bare list
+                if self._peek() == "[":  # the format also allows a list of events without an object
                     yield from self._list()
                 else:
                     yield from self._object()

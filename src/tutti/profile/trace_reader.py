@@ -1,10 +1,10 @@
 """Reads the trace of one rank in one pass. Events become intervals, steps and collectives.
 
-If the trace has GPU kernels, the time of the device is split: kernels of NCCL and of symmetric
+If the trace has GPU kernels, the step is split by the kernels: kernels of NCCL and of symmetric
 memory count as communication, and all other kernels as compute. gloo operations on the host count
-as communication, too. If the trace has no GPU kernels, the time of the host is split: operators
-count as compute, and the code that calls operators (autograd's engine, DDP's reducer) counts as
-other.
+as communication, too. If the trace has no GPU kernels, the step is split by the events of the host:
+operators count as compute, and the code that calls operators (autograd's engine, DDP's reducer)
+counts as other.
 """
 
 import math
@@ -98,6 +98,7 @@ class _TraceReader:
         self.comm_calls: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         # The named spans of the operators, and of the kernels that compute.
         self.operator_spans, self.kernel_spans = SpanCollector(), SpanCollector()
+        self.operator_starts = array("d")  # the start of each recorded operator
         self.wrappers, self.host_transfers = IntervalCollector(), IntervalCollector()
         self.collectives: list[Collective] = []
         self.collective_of_kernel: dict[int, Collective] = {}  # keys are kernel indices
@@ -169,6 +170,7 @@ class _TraceReader:
 
     def _add_operator(self, event: Event, start: float, end: float) -> None:
         name, thread = str(event["name"]), event.get("tid")
+        self.operator_starts.append(start)
         if name == "record_param_comms":
             self.param_comms_events.append(_host_event("", event, start, end))
         elif name.startswith("c10d::"):
@@ -224,7 +226,7 @@ class _TraceReader:
         base_ns = int(metadata.get("baseTimeNanoseconds") or 0)
         notes: list[str] = []
         if file.truncated:
-            notes.append(f"{file.path.name} is truncated. The events before its end were read.")
+            notes.append(f"{file.path.name} is truncated. The events in it were used.")
         groups = {str(group["pg_name"]): group for group in world.get("pg_config") or []}
         world_size = int(captured.get("world_size", world.get("world_size", 1)))
         loading = self.input.intervals()
@@ -265,10 +267,15 @@ class _TraceReader:
         )
         self.collectives.sort(key=lambda collective: collective.start)
         if not self.steps and (range_name := self._steps_from_ranges()):
-            notes.append(f"{file.path.name} has no profiler steps, so a step is one {range_name}")
+            notes.append(
+                f"{file.path.name} has no profiler steps, so steps are split at each {range_name}"
+            )
         # At the end of the recording the profiler also closes a step that is not finished.
         if (finished := captured.get("steps")) is not None:
             self.steps = [step for step in self.steps if step.number < finished]
+        # Timed steps that lie between recorded steps have only the range of the step in the trace.
+        if timed := set(captured.get("timed_steps") or ()):
+            self.steps = [step for step in self.steps if step.number not in timed]
         self.steps.sort(key=lambda step: step.start)
         for step in self.steps:
             step.gradients = self._gradients(step.start, step.end)
@@ -304,14 +311,22 @@ class _TraceReader:
             groups=groups,
             memory_bytes=max(self.memory, captured.get("device_memory_bytes") or 0) or None,
             host_memory_bytes=captured.get("host_memory_bytes"),
+            memory=captured.get("memory"),
             device_bytes=min(memories, default=None),
             has_loader_workers=self.has_loader_workers,
             of_tutti_train=self.of_tutti_train,
             compute_estimate=self.compute_estimate,
+            operators_in_input=self._share_inside(loading),
             capture_info={key: value for key, value in captured.items() if key != "recorder"},
             notes=notes,
             reducer={name: found.intervals() for name, found in self.reducer.items()},
         )
+
+    def _share_inside(self, intervals: Intervals) -> float:
+        """Return the share of the operators that start inside these intervals."""
+        if not self.operator_starts:
+            return 0.0
+        return float(np.mean(intervals.contains(np.array(self.operator_starts))))
 
     def _steps_from_ranges(self) -> str | None:
         """Make steps from a range that occurs at least three times. Return its name, or None.
@@ -341,7 +356,7 @@ class _TraceReader:
             launched = kernels.launched_by(event.thread, event.start, event.end)
             collectives = list(filter(None, map(self.collective_of_kernel.get, launched)))
             if not launched or any(collective.group for collective in collectives):
-                continue  # NCCL kernels have more information than the range around them
+                continue  # events of NCCL kernels have more information than the range
             for index in launched:
                 kernels.computes[index] = False
             if event.tag.phase == "wait":
@@ -417,9 +432,9 @@ class _TraceReader:
 class _Kernels:
     """The kernels of a trace and the launches of these kernels on the host.
 
-    A kernel and its launch have the same correlation number. The host runs ahead of the device:
-    the work that the host has launched by some time is done when the last of these kernels has
-    ended. A trace has millions of kernels, so they are stored in arrays.
+    A kernel and its launch have the same correlation number. The host runs ahead of the device.
+    Work that the host launched up to a moment is done when all kernels launched up to that moment
+    have ended. A trace may have millions of kernels, so they are stored in arrays.
     """
 
     def __init__(self) -> None:
@@ -520,7 +535,7 @@ def _multiplications(name: str, arguments: dict[str, Any]) -> int:
     shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(size, int) for size in d)]
     if len(shapes) < 2:
         return 0
-    if "convolution" in name:  # elements of input or output gradient × weights per output channel
+    if "convolution" in name:  # elements of the first argument × weights per output channel
         return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
     return int(math.prod(shapes[-2]) * shapes[-1][-1])
 

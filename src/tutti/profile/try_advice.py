@@ -1,4 +1,4 @@
-"""Tries an advice: runs a program alternately without and with the change, and times the steps.
+"""Tries one piece of advice: runs a program alternately without and with the change, and times it.
 
 The program is not edited. A change is applied when the program starts, by program_settings.py in
 every process, or as a flag of `tutti train`. Each run ends after the timed steps.
@@ -7,6 +7,7 @@ every process, or as a flag of `tutti train`. Each run ends after the timed step
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +19,9 @@ from tutti.profile.trace_file import TraceFile
 from tutti.world.errors import UsageError
 
 PAIRS = 5
-# A run skips the first steps and times the steps of about two seconds, which are at least
-# _MIN_STEPS and at most _MAX_STEPS. If the program ends too early, it is run again with _MIN_STEPS.
+# A run skips _SKIPPED_STEPS steps and then times steps for about _TIMED_SECONDS seconds, but at
+# least _MIN_STEPS and at most _MAX_STEPS steps. If the program ends too early, it is run again with
+# _MIN_STEPS.
 _SKIPPED_STEPS, _MIN_STEPS, _MAX_STEPS, _TIMED_SECONDS = 5, 20, 60, 2.0
 
 
@@ -72,7 +74,7 @@ def _run_pairs(
         order = list(variants) if number % 2 == 0 else list(variants)[::-1]
         for name in order:
             place = folder / f"{number + 1}-{name}"
-            times[name].append(_time_steps(*variants[name], steps, place))
+            times[name].append(_step_seconds(*variants[name], steps, place))
         print(
             f"pair {number + 1} of {pairs}: {1e3 * times['without'][-1]:.2f} ms per step without "
             f"the change, {1e3 * times['with'][-1]:.2f} ms with it",
@@ -152,8 +154,24 @@ def with_flags(command: Sequence[str], flags: Mapping[str, str | None]) -> list[
     return result
 
 
-def _time_steps(command: Sequence[str], changes: dict[str, Any], steps: int, folder: Path) -> float:
-    """Return the median time of a step over all timed steps of all ranks."""
+@dataclass(frozen=True)
+class TimedRun:
+    """The result of one short run of a program."""
+
+    code: int  # exit code, as a shell reports it; 124: the run exceeded its time limit
+    step_s: float | None  # median over all timed steps of all ranks; None: too few steps
+    program: dict[str, Any]  # settings of DDP, FSDP2 and DataLoader: see read_settings
+    log: Path  # the output of the program
+
+
+def time_run(
+    command: Sequence[str],
+    changes: Mapping[str, Any],
+    steps: int,
+    folder: Path,
+    limit_s: float | None = None,
+) -> TimedRun:
+    """Run a program until `steps` steps have been timed. The program is ended after `limit_s`."""
     folder.mkdir(parents=True)
     settings = {
         "directory": str(folder / "traces"),
@@ -161,30 +179,41 @@ def _time_steps(command: Sequence[str], changes: dict[str, Any], steps: int, fol
         "warmup": 0,
         "active": 1,
         "stop": True,
-        "changes": changes,
+        "changes": dict(changes),
     }
     if list(command[1:4]) == ["-m", "tutti", "train"]:  # each run needs a new run directory
         command = with_flags(command, {"--out": str(folder / "run")})
     log = folder / "output.txt"
     with log.open("w") as output:
-        code = run_captured(command, settings, output)
+        code = run_captured(command, settings, output, limit_s)
     if code in (130, 143):
         raise KeyboardInterrupt
-    if code:
-        kind = folder.name.partition("-")[2]  # with or without
-        raise UsageError(
-            f"--try-advice: the program {kind} the change ended with code {code}. See its output "
-            f"in {log}."
-        )
     times: list[float] = []
+    program: dict[str, Any] = {}
     for path in (folder / "traces").glob("rank*"):
         file = TraceFile(path)
         for _ in file.events():  # the metadata is complete after the events
             pass
-        times += (file.metadata.get("tutti") or {}).get("step_s", [])[_SKIPPED_STEPS:]
-    if not times:
-        raise _TooFewStepsError(
-            f"--try-advice times {steps} steps after {_SKIPPED_STEPS} others, but the program took "
-            f"fewer. Train longer. Its output is in {log}."
+        recorded = file.metadata.get("tutti") or {}
+        times += recorded.get("step_s", [])[_SKIPPED_STEPS:]
+        program = recorded.get("program") or program
+    return TimedRun(code, median(times) if times else None, program, log)
+
+
+def _step_seconds(
+    command: Sequence[str], changes: Mapping[str, Any], steps: int, folder: Path
+) -> float:
+    """Return the median time of a step. Raise UsageError if the program fails or is too short."""
+    run = time_run(command, changes, steps, folder)
+    if run.code:
+        kind = folder.name.partition("-")[2]  # with or without
+        raise UsageError(
+            f"--try-advice: the program {kind} the change ended with code {run.code}. See its "
+            f"output in {run.log}."
         )
-    return median(times)
+    if run.step_s is None:
+        raise _TooFewStepsError(
+            f"--try-advice skips {_SKIPPED_STEPS} steps and times {steps} steps, but the program "
+            f"took fewer steps. Train longer. The output of the program is in {run.log}."
+        )
+    return run.step_s

@@ -1,6 +1,6 @@
 """Predicts the time of a backward pass with other DDP buckets, from the recorded gradient times.
 
-The model follows DDP. torch itself has assigned the parameters to the other buckets (see
+The prediction simulates DDP. torch's own function assigns the parameters to the other buckets (see
 program_settings.py). A bucket is sent when all of its gradients are ready on all ranks, the
 call for the previous bucket has returned, and a lane of the backend is free. A lane sends one
 message at a time (NCCL has one lane, gloo has two). A message of s bytes takes α + β·s seconds. The
@@ -172,8 +172,8 @@ class BucketModel:
             yield None
             if largest > _SEPARABLE * self.largest:  # the fit is extrapolated
                 yield cost._replace(beta=cost.beta / 2)
-                # If β adds only α / 4 to the time of the largest recorded message, the fit may be
-                # unable to see β.
+                # If β·s is at most α / 4 for the largest recorded message, the measured times
+                # hardly depend on β, so the true β may be this large.
                 unseen = cost.alpha / 4 / max(1, self.largest)
                 yield cost._replace(beta=max(2 * cost.beta, unseen))
             return
@@ -221,7 +221,8 @@ def gradient_buckets(trace: RankTrace, step: Step, parameters: int) -> list[Coll
     """Return the all-reduces of DDP in a step that contain gradients.
 
     With find_unused_parameters DDP also all-reduces a map of the used parameters, which has one
-    int32 per parameter. This all-reduce is left out. `parameters` is -1 if there is no such map.
+    int32 per parameter. This all-reduce is left out. `parameters` is the number of parameters, or
+    -1 if DDP sends no such map.
     """
     return [bucket for bucket in buckets_in(trace, step) if bucket.bytes != 4 * parameters]
 

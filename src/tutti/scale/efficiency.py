@@ -15,17 +15,21 @@ difference is added to `unexplained`, so the causes of a row add up to its lost 
 The noise of a row is the largest of
 
     1 % of the step (5 % with fewer than 3 repeats, which show no spread)
-    1.82 × IQR / √repeats, where IQR is the distance of the quartiles of the efficiency: the 95 %
-        confidence limits of a median, if the repeats are distributed normally
+    1.82 × IQR / √repeats, where IQR is the interquartile range of the efficiency: half of the 95 %
+        confidence interval of a median, if the repeats are distributed normally
     2 × |unexplained|
 
-A cause is named if it is larger than the noise and its quartiles have the same sign. A verdict is
-clear if there are at least 3 repeats and one of two conditions holds: the largest cause is named,
-or the noise and all causes are at most 3 % of the step.
+The verdict, a sentence about a row, names a cause if the cause is larger than the noise and both
+of its quartiles have the same sign. Larger causes are named first. Two causes count as equally
+large if they differ by at most the noise or if the ranges between their quartiles overlap. Equally
+large causes are named in the order of the table, so that chance does not change their order. A
+verdict is clear if there are at least 3 repeats and one of two conditions holds: the largest cause
+is named, or the noise and all causes are at most 3 % of the step.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -49,10 +53,11 @@ LOSS_CAUSES = ("exposed_comm", "wait", "bubble", "input", "compute", "other")
 OTHER_CAUSES = ("gaps", "rest", "slow_steps", "unexplained")  # the sum is `other`
 MIN_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 _MIN_NOISE, _NOISE_WITHOUT_SPREAD, _CLEAR_NOISE = 0.01, 0.05, 0.03
-# The 95 % confidence limits of a median of n samples are ± 1.96 × 1.253 σ / √n, and the distance of
-# the quartiles is IQR = 1.349 σ.
+# The 95 % confidence limits of a median of n samples are ± 1.96 × 1.253 σ / √n, and the
+# interquartile range is IQR = 1.349 σ.
 _CONFIDENCE = 1.96 * 1.253 / 1.349
-# Numbers of samples count as equal up to this relative difference: the last batch may be smaller.
+# The numbers of samples per step of two runs count as equal if their relative difference is at most
+# this value. They may differ slightly, because the last batch of an epoch may be smaller.
 _SAME_SAMPLES = 0.05
 
 
@@ -86,7 +91,7 @@ def significance(
     candidates = sorted(causes.keys() - {"unexplained"}, key=lambda name: -abs(causes[name]))
     named = [
         name
-        for name in candidates
+        for name in _by_size(causes, spread, noise)
         if abs(causes[name]) > noise and spread[name][0] * spread[name][1] > 0
     ]
     largest = abs(causes[candidates[0]])
@@ -103,6 +108,23 @@ def significance(
     }
 
 
+def _by_size(
+    causes: Mapping[str, float], spread: Mapping[str, Sequence[float]], noise: float
+) -> list[str]:
+    """Return the causes, largest first, and equally large causes in the order of `causes`."""
+
+    sizes = {name: sorted(map(abs, (*spread[name], causes[name]))) for name in causes}
+    left = [name for name in causes if name != "unexplained"]
+    result = []
+    while left:
+        largest = max(left, key=lambda name: abs(causes[name]))
+        limit = min(sizes[largest][0], abs(causes[largest]) - noise)
+        first = next(name for name in left if name == largest or sizes[name][-1] >= limit)
+        result.append(first)
+        left.remove(first)
+    return result
+
+
 class Scaling:
     """The results of runs with several numbers of ranks."""
 
@@ -114,9 +136,9 @@ class Scaling:
 
     @property
     def actual_mode(self) -> Mode | None:
-        """The mode with which the numbers of samples per step agree, or None.
+        """The mode (weak or strong) that the measured numbers of samples per step show, or None.
 
-        If the numbers of samples are unknown, this is --mode.
+        If the numbers of samples are unknown, this is the value of --mode.
         """
         modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
         return next((mode for mode in modes if all(self._fits(r, mode) for r in self.runs)), None)
@@ -172,9 +194,9 @@ class Scaling:
         return next((other for other in smallest if other.flags == run.flags), run)
 
     def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
-        """Return whether the number of samples agrees with `mode`.
+        """Return whether the number of samples per step agrees with `mode`.
 
-        If the number of samples is unknown, return whether `mode` is --mode.
+        If the number of samples is unknown, return whether `mode` is the value of --mode.
         """
         base = self._base(run)
         if not self._counted:
@@ -221,8 +243,16 @@ class Scaling:
             "other": other,
             "loss_quartiles": spread | {"other": list(quartiles(others))},
             **{key: result[key] for key in ("noise", "named", "clear", "repeats_needed")},
-            "late": chosen[0].run.late,
-            "slow_steps": chosen[0].run.slow,
+            "late": _most_common(
+                [ratio.run.late for ratio in ratios],
+                key=lambda late: (late["rank"], late["steady"], late["period"]),
+                size=lambda late: late["cost_s"]["typical"],
+            ),
+            "slow_steps": _most_common(
+                [ratio.run.slow for ratio in ratios],
+                key=lambda slow: slow["period"],
+                size=lambda slow: slow["excess_s"],
+            ),
             "folder": str(chosen[0].run.folder),
             "repeats": len(speeds),
         }
@@ -232,3 +262,20 @@ def _middle(ratios: Sequence[Ratio]) -> list[Ratio]:
     """Return the ratio with the median efficiency, or the two middle ratios of an even number."""
     ordered = sorted(ratios, key=lambda ratio: ratio.efficiency)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+
+def _most_common(
+    rows: Sequence[dict[str, Any] | None],
+    key: Callable[[dict[str, Any]], Any],
+    size: Callable[[dict[str, Any]], float],
+) -> dict[str, Any] | None:
+    """Return the median row among the rows with the most common key.
+
+    Each repeat has a row or None. The result is None if most repeats have no row.
+    """
+    present = [row for row in rows if row is not None]
+    if not present or 2 * len(present) < len(rows):
+        return None
+    ((common, _),) = Counter(map(key, present)).most_common(1)
+    found = sorted((row for row in present if key(row) == common), key=size)
+    return found[(len(found) - 1) // 2]

@@ -1,20 +1,21 @@
 """The cost of communication, fitted to the runs, and a forecast of the efficiency with more ranks.
 
-Fit: t = α × rounds + β × bytes on the slowest link. The number of rounds is that of a tree (log2 of
-the number of ranks), and the bytes are those of a ring (2 (n − 1) / n × S for an all-reduce of S
-bytes), because libraries choose tree or ring by message size. Between two ranks α is the latency of
-a message and 1 / β is the bandwidth.
+Fit: t = α × rounds + β × bytes, in seconds. The number of rounds is that of a tree algorithm (log2
+of the number of ranks), and the bytes are those that a ring algorithm sends over the slowest link
+(2 (n − 1) / n × S for an all-reduce of S bytes with n ranks). The fit mixes both, because libraries
+use trees for small messages and rings for large messages. Between two ranks α is the latency of a
+message and 1 / β is the bandwidth in bytes/s.
 
 Forecast for n ranks, from the run with the fewest ranks and the run with the most ranks:
 
     T(n) = (own(n) + input(n) + exposed(n)) / (1 − share of waiting and bubbles)
 
 own is the time of a rank's own work. In weak scaling own(n) is the value measured with the most
-ranks. In strong scaling own(n) is the sum of a constant and of a value that is proportional to the
-batch of a rank. The two runs determine the constant and the proportional value. input is
-proportional to the batch of a rank. exposed is proportional to the fitted time of all
-communication: the hidden share of communication stays the same, but the hidden time is at most
-own(n). For the run with the most ranks, T(n) is the measured step time.
+ranks. In strong scaling own(n) is a constant plus a value that is proportional to the batch of a
+rank, and the two runs determine both. input is proportional to the batch of a rank. exposed is
+proportional to the fitted time of all communication, because the hidden share of communication is
+assumed to stay the same. The hidden time is limited to own(n). For the number of ranks of the
+largest run, T(n) is equal to the measured step time.
 """
 
 import math
@@ -30,10 +31,11 @@ from tutti.scale.scale_runs import MeasuredRun
 
 Mode = Literal["strong", "weak"]
 
-LIMITS = (0.9, 0.8, 0.5)  # the forecast gives the first number of ranks below each efficiency
+# For each of these efficiencies, the forecast gives the smallest number of ranks that is below it.
+LIMITS = (0.9, 0.8, 0.5)
 MAX_RANKS = 4096
 _DOUBLINGS = 4
-# The process groups of these axes keep their number of ranks when replicas are added.
+# More ranks mean more replicas, so the process groups of these axes keep their number of ranks.
 _FIXED_AXES = ("tp", "pp")
 
 
@@ -78,8 +80,8 @@ def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
     """Return a point for each operation, number of ranks and message size in `comm[]` rows."""
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for row in chain.from_iterable(runs):
-        # If a collective is not matched between the ranks, its time includes waiting. The fit needs
-        # the message size S, except for a barrier.
+        # Collectives that are not matched between the ranks are left out, because their time
+        # includes waiting. The fit needs the message size S, except for a barrier.
         has_size = row["op"] in OPERATIONS and (row["bytes"] or row["op"] == "barrier")
         matched = row["matched"] == row["count"]
         if has_size and matched and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
@@ -157,17 +159,17 @@ class EfficiencyModel:
         return self._ends.ideal * batch * self._ends.base.step.seconds / seconds
 
     def _batch(self, ranks: int) -> float:
-        """Return the batch of a rank / the batch of a rank in the run with the most ranks."""
+        """Return (batch of a rank) / (batch of a rank in the run with the most ranks)."""
         return self._largest.ranks / ranks if self._mode == "strong" else 1.0
 
     def _comm_seconds(self, ranks: int) -> float:
-        """Return the fitted time of the largest run's messages, if `ranks` ranks sent them."""
+        """Return the fitted seconds of all messages of the largest run, sent by `ranks` ranks."""
         total = 0.0
         for row in self._largest.comm:
             if row["op"] not in OPERATIONS or row["ranks"] < 2:
                 continue
             group, size = round(row["ranks"] * ranks / self._largest.ranks), row["bytes"] or 0
-            if row.get("axis") in _FIXED_AXES:  # the bytes of activations shrink with the batch
+            if row.get("axis") in _FIXED_AXES:  # activations, whose bytes shrink with the batch
                 group, size = row["ranks"], size * self._batch(ranks)
             total += row["count"] * self._fit.seconds(row["op"], group, size)
         return total
@@ -208,8 +210,8 @@ def forecast(
         "below": below,
         "best_case": fit.best_case,
         "reason": f"forecast from {ends.base.ranks} and {largest} ranks{best}. It assumes that all "
-        "links are of one class, every rank has its own device, the same share of communication is "
-        "hidden, and waiting keeps its share of the step",
+        "links have the same speed, every rank has its own device, the same share of communication "
+        "is hidden, and waiting keeps its share of the step",
     }
 
 

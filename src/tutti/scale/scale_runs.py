@@ -8,12 +8,12 @@ import ctypes
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,19 +22,29 @@ from statistics import fmean, median
 from types import FrameType
 from typing import Any
 
-from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
+from tutti.machine.cpu_numa import allowed_cpus, busy_seconds, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
-from tutti.profile.calibration import calibrate, typical_parts, typical_seconds
+from tutti.profile.calibration import (
+    RecordingCost,
+    avoided_page_fault_seconds,
+    calibrate,
+    recording_cost,
+    typical_parts,
+    typical_seconds,
+)
 from tutti.profile.captured_command import captured_environment
 from tutti.profile.explain import Explanation, explain
-from tutti.profile.step_breakdown import find_period, parts_with_pauses
+from tutti.profile.step_breakdown import find_period, large_values, parts_with_pauses
 from tutti.world.errors import UsageError
+from tutti.world.failure import first_error
 from tutti.world.launch import LocalWorld
 
 RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1  # an option of prctl
+# Other programs are worth a note if they use more than this share of the CPUs.
+_OTHERS_SHARE = 0.1
 # Maximum factor of the calibration. The timed steps may be slower than the recorded steps by
 # chance, but a larger factor is not credible.
 _MAX_FACTOR = 1.25
@@ -52,7 +62,11 @@ _RANK_FLAGS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run: first skipped steps, then timed steps, then recorded steps."""
+    """The steps of a run: first skipped steps, then timed steps and recorded steps.
+
+    On CPUs timed steps and recorded steps alternate, see Capture. On GPUs all timed steps come
+    before the recorded steps.
+    """
 
     settle: int = 5
     timed: int = 20
@@ -69,8 +83,9 @@ class Job:
     """A command for any number of ranks.
 
     If `starts_ranks` is True, the command starts all ranks, and {ranks} in the command is replaced
-    by the number of ranks. If it is False, the command is that of one rank, and `tutti run` starts
-    the ranks. `ends` means that the program ends by itself after the steps of the schedule.
+    by the number of ranks. If `starts_ranks` is False, the command is that of one rank, and `tutti
+    run` starts the ranks. `ends` is True if the program ends after the steps of the schedule
+    without being stopped.
     """
 
     command: tuple[str, ...]
@@ -95,6 +110,7 @@ class Job:
             "wait": schedule.settle + schedule.timed,
             "warmup": PROFILER_WARMUP,
             "active": schedule.recorded,
+            "interleave": schedule.timed,
             "stop": not self.ends,
         }
         env = captured_environment(settings, os.environ)
@@ -117,10 +133,10 @@ class Job:
         return f"every rank has {threads} thread{'s' * (threads != '1')} in every run ({reason})"
 
     def notes(self, sizes: Sequence[int]) -> list[str]:
-        """Return notes about conditions that limit what can be concluded from the results."""
+        """Return notes about conditions under which the results have a limited meaning."""
         notes = []
         if self.ranks_per_gpu > 1:
-            notes.append("ranks share a GPU, so this measures software overhead, not GPU links")
+            notes.append("ranks share a GPU, so the results show software overhead, not GPU links")
         on_cpus = self.device == "cpu" or not visible_gpu_count()
         if on_cpus and max(sizes) > _cores() and not self.starts_ranks:
             notes.append(f"{max(sizes)} ranks share {_cores()} cores and slow each other down")
@@ -238,6 +254,8 @@ class RunSeries:
     runs: list[MeasuredRun] = field(default_factory=list)  # the measured runs
     stopped: bool = False  # whether Ctrl-C stopped the series
     failure: str | None = None  # the reason why a run could not be measured
+    crashed: bool = False  # whether the reason is that the program failed
+    other_cpus: list[float] = field(default_factory=list)  # of each run: see _OtherPrograms
 
     def execute(self, plan: Sequence[PlannedRun]) -> None:
         """Execute the plan until its end, until Ctrl-C, or until a run fails."""
@@ -246,17 +264,30 @@ class RunSeries:
             signals = _SignalForwarder(stack)
             for number, run in enumerate(plan, 1):
                 _progress(f"[{number}/{len(plan)}] {run.title} …", end="")
-                began = time.monotonic()
+                began, others = time.monotonic(), _OtherPrograms()
                 measured = self._execute_one(run, max_ranks, signals)
                 self.stopped = signals.received
                 if measured is None:
                     _progress(" stopped" if self.stopped else " failed")
                     return
                 self.runs.append(measured)
+                self.other_cpus += others.cpus()
                 duration = time.monotonic() - began
                 _progress(f" {1e3 * measured.step.seconds:.4g} ms per step ({duration:.0f} s)")
                 if self.stopped:
                     return
+
+    def notes(self) -> list[str]:
+        """Return a note if other programs used a considerable share of the CPUs."""
+        cores = len(allowed_cpus())
+        used = median(self.other_cpus) if self.other_cpus else 0.0
+        if used < _OTHERS_SHARE * cores:
+            return []
+        return [
+            f"other programs used {used:.1f} of {cores} CPUs during the runs, so a part of the "
+            "lost efficiency may be caused by them. For the efficiency of the job alone, repeat "
+            "the command while the machine is idle"
+        ]
 
     def _execute_one(
         self, run: PlannedRun, max_ranks: int, signals: "_SignalForwarder"
@@ -273,11 +304,39 @@ class RunSeries:
         except NotMeasured as error:
             if not signals.received:
                 reason = f"the program ended with code {code}" if code else str(error)
-                with open(log, errors="replace") as file:
-                    tail = "".join(deque(file, maxlen=_LOG_LINES))
-                output = f"Its last lines ({log}):\n{tail}" if tail else ""
+                lines = log.read_text(errors="replace").splitlines()
+                shown, what = lines, "Its last lines"
+                if code and (traceback := first_error(lines)):
+                    # The launcher wrote the last line, which names the rank that failed.
+                    shown, what = traceback + lines[-1:] * (lines[-1] not in traceback), "Its error"
+                output = "\n".join([f"{what} ({log}):", *shown[-_LOG_LINES:]]) if lines else ""
                 self.failure = f"{run.title}: {reason}. {output}".rstrip()
+                self.crashed = code != 0
             return None
+
+
+class _OtherPrograms:
+    """Measures how many CPUs the processes use that do not belong to this command."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float | None, float]:
+        """Return the time, the busy seconds of all allowed CPUs, and the CPU seconds of the runs.
+
+        A run has ended when its CPU seconds are read, so the seconds of its ranks are included.
+        """
+        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        used = sum(usage.ru_utime + usage.ru_stime for usage in own)
+        return time.monotonic(), busy_seconds(allowed_cpus()), used
+
+    def cpus(self) -> list[float]:
+        """Return [mean number of CPUs that other processes used], or [] if it is unknown."""
+        (began, busy_before, own_before), (now, busy, own) = self._start, self._now()
+        if busy is None or busy_before is None:
+            return []
+        return [max(0.0, (busy - busy_before - (own - own_before)) / (now - began))]
 
 
 class NotMeasured(Exception):
@@ -289,9 +348,9 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     files = list((folder / "traces").glob("rank*.json.gz"))
     if not files:
         raise NotMeasured(
-            f"no rank wrote a trace. Each rank must take {schedule.steps} steps of a torch "
-            "optimizer or, without an optimizer, call its module so often. Train longer, or reduce "
-            "--steps or --settle"
+            f"no rank wrote a trace. Each rank must take {schedule.steps} steps: steps of a torch "
+            "optimizer or, without an optimizer, calls of its outermost module. Train longer, or "
+            "reduce --steps or --settle"
         )
     if len(files) != run.ranks:
         raise NotMeasured(
@@ -313,12 +372,16 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     if not all(times):
         raise NotMeasured("a trace has no step that was timed without the profiler")
     step_times = [fmean(of_ranks) for of_ranks in zip(*times, strict=False)]
+    numbers = (infos[0].get("timed_steps") or range(sys.maxsize))[schedule.settle :]
     notes = [note for note in rows["notes"] if "missing" in note or "no optimizer" in note]
     if run.ranks > 1 and not rows["comm"]:
         notes.append(
             f"the {run.ranks} ranks do not communicate, so each rank trains alone. The script must "
             "call init_process_group and wrap its model in DDP or FSDP"
         )
+    on_device = any(trace.on_device for trace in explanation.traces)
+    shares = [trace.operators_in_input for trace in explanation.traces]
+    cost = None if on_device else recording_cost(infos, shares)
     recorded_of_step = recorded_steps(explanation)
     recorded = typical_parts(recorded_of_step)
     late = next((row for row in rows["stragglers"] if row["straggler"]), None)
@@ -328,19 +391,26 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
         folder=folder,
         flags=run.flags,
         samples=_samples_per_step(folder, [info.get("batch") for info in infos]),
-        step=measured_step(recorded, step_times, any(t.on_device for t in explanation.traces)),
+        step=measured_step(
+            recorded,
+            step_times,
+            on_device,
+            cost,
+            page_faults=min(map(avoided_page_fault_seconds, infos))
+            * min(1.0, infos[0].get("interleaved", 0) / len(step_times)),
+        ),
         recorded=recorded,
         hidden=fmean(row["parts_share"]["hidden"] for row in ranks),
         comm=rows["comm"],
         late=late and {key: late[key] for key in _LATE_KEYS},
-        slow=slow_steps(step_times, recorded_of_step),
+        slow=slow_steps(step_times, recorded_of_step, numbers),
         overhead=median(info.get("overhead") or 1.0 for info in infos),
         notes=notes,
     )
 
 
 def recorded_steps(explanation: Explanation) -> list[dict[str, float]]:
-    """Return the parts of each recorded step. `combine_ranks` combines the parts of all ranks."""
+    """Return the parts of each recorded step, combined over all ranks by `combine_ranks`."""
     steps: dict[int, list[Mapping[str, float]]] = {}
     for step in explanation.steps:
         steps.setdefault(step.step, []).append(parts_with_pauses(step))
@@ -349,36 +419,48 @@ def recorded_steps(explanation: Explanation) -> list[dict[str, float]]:
 
 
 def measured_step(
-    recorded: Mapping[str, float], step_times: Sequence[float], on_device: bool = False
+    recorded: Mapping[str, float],
+    step_times: Sequence[float],
+    on_device: bool = False,
+    recording: RecordingCost | None = None,
+    page_faults: float = 0.0,
 ) -> MeasuredStep:
     """Return the parts of the timed steps, from the parts of a typical recorded step.
 
-    The parts are calibrated to a typical timed step. `unexplained` is the difference that remains
-    because the factor of the calibration is limited. `slow_steps` is the difference between the
-    mean over all timed steps and a typical timed step.
+    `recording` is the time that recording adds to a step, if known. `page_faults` is the time of
+    page faults that occur only outside of the recording, which is added to compute. `unexplained`
+    is the difference between a typical timed step and the calibrated parts. `slow_steps` is the
+    difference between the mean over all timed steps and a typical timed step.
     """
     typical, mean = typical_seconds(step_times), fmean(step_times)
-    step = calibrate(recorded, typical, on_device, _MAX_FACTOR)
-    added = {"slow_steps": mean - typical, "unexplained": step.unexplained}
-    return MeasuredStep(mean, step.parts | added)
+    step = calibrate(recorded, typical, on_device, _MAX_FACTOR, recording)
+    parts = step.parts | {"slow_steps": mean - typical, "unexplained": step.unexplained}
+    parts["compute"] += page_faults
+    return MeasuredStep(mean + page_faults, parts)
 
 
 def slow_steps(
-    step_times: Sequence[float], recorded: Sequence[Mapping[str, float]] = ()
+    step_times: Sequence[float],
+    recorded: Sequence[Mapping[str, float]] = (),
+    numbers: Sequence[int] = range(sys.maxsize),
 ) -> dict[str, Any] | None:
     """Return the number of slow timed steps, their median excess, and their period if constant.
 
-    `part` is the part that is prolonged most in slow recorded steps, and `part_excess_s` is its
-    excess over a typical recorded step.
+    `numbers` are the numbers of the timed steps in the program. `part` is the part that is
+    prolonged most in slow recorded steps, and `part_excess_s` is its excess over a typical recorded
+    step.
     """
-    excess = [seconds - typical_seconds(step_times) for seconds in step_times]
-    if not (slow := _slow(step_times)):
+    excess = _excess(step_times, numbers)
+    slow = large_values(excess, _SLOW_STEP * typical_seconds(step_times))
+    if not slow:
         return None
     part, part_excess = None, 0.0
-    if numbers := _slow([sum(parts.values()) for parts in recorded]):
+    lengths = [sum(parts.values()) for parts in recorded]
+    least = _SLOW_STEP * typical_seconds(lengths) if lengths else 0.0
+    if slow_recorded := large_values(_excess(lengths, range(len(lengths))), least):
         typical = typical_parts(recorded)
         growth = {
-            name: fmean(recorded[number][name] for number in numbers) - typical[name]
+            name: fmean(recorded[number][name] for number in slow_recorded) - typical[name]
             for name in typical
         }
         growth["host_gap"] += growth.pop("pause", 0.0)
@@ -388,31 +470,27 @@ def slow_steps(
         "steps": len(slow),
         "of_steps": len(step_times),
         "excess_s": median(excess[number] for number in slow),
-        "period": find_period(slow, range(len(step_times))),
+        "period": find_period(slow, list(excess)),
         "part": part,
         "part_excess_s": part_excess,
     }
 
 
-def _slow(step_times: Sequence[float]) -> list[int]:
-    """Return the numbers of the steps that take much longer than a typical step."""
-    if not step_times:
-        return []
-    typical = typical_seconds(step_times)
-    excess = [seconds - typical for seconds in step_times]
-    limit = max(_SLOW_STEP * typical, max(excess) / 2)
-    return [number for number, seconds in enumerate(excess) if seconds > limit]
+def _excess(step_times: Sequence[float], numbers: Sequence[int]) -> dict[int, float]:
+    """Return {number of a step: its seconds minus the seconds of a typical step}."""
+    typical = typical_seconds(step_times) if step_times else 0.0
+    return {number: seconds - typical for number, seconds in zip(numbers, step_times, strict=False)}
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the parts of one step over all ranks. Their sum is the mean step time.
 
-    The own work of a step is that of the fastest rank, and the excess of slower ranks counts as
+    Each rank's own work is taken from the fastest rank, and any excess on slower ranks counts as
     waiting. If the mean over ranks were used, a part of the excess would count as compute. There is
-    one exception: if the slowest rank waits for input, the time in which other ranks wait for it
-    counts as input. The reason is that, if all data loaders are slow, only one rank finds its batch
-    late. The other ranks wait for this rank instead of their loaders. Compute includes hidden
-    communication. `pause` is the part of the gaps that recording does not lengthen.
+    one exception: if the slowest rank waits for its data loader, the time in which other ranks wait
+    for this rank counts as input. If all data loaders are slow, only the slowest rank waits for its
+    loader, and the other ranks wait for this rank while their own loaders finish. Compute includes
+    hidden communication. `pause` is the part of the gaps that recording does not lengthen.
     """
     own_parts = ("compute", "hidden", "input", "host_gap", "pause", "rest")
     by_own_work = sorted(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
@@ -490,7 +568,7 @@ class _SignalForwarder:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_second, self.received = self.received, True
         if self._program is not None and self._program.returncode is None:
-            if is_second:  # the user does not want to wait
+            if is_second:  # the user does not want to wait for a normal end
                 _kill_group(self._program)
             else:
                 self._program.send_signal(number)

@@ -19,7 +19,7 @@ _FULL_WIDTH = 80
 _SPEED_WIDTH, _NARROW_SPEED_WIDTH = 20, 9
 _PROFILE_COMMAND = "for details: tutti profile --trace"
 _WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "compute": 8, "other": 6}
-# For each cause: the name in the verdict, and an explanation.
+# For each cause, its name in the verdict and an explanation.
 _CAUSES = {
     "exposed_comm": ("exposed communication", "data moves while nothing computes"),
     "wait": ("waiting", "a collective waits for ranks that arrive later"),
@@ -98,7 +98,7 @@ def _short(value: float) -> str:
 
 
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the causes within `other`, the verdicts, and the late rank and the slow steps."""
+    """Yield lines about the causes within `other`, the verdicts, the late rank and slow steps."""
     if len(rows) < 2:
         yield "only one number of ranks was run, but efficiency needs at least two"
         return
@@ -119,6 +119,7 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"rank {late['rank']} {excess_text(late['excess'])} than the others"
     if slow and "slow_steps" in row["named"]:
         often = f"{slow['steps']} of {slow['of_steps']} steps"
+        take = "takes" if slow["steps"] == 1 or slow["period"] is not None else "take"
         if slow["period"] is not None:
             often = f"every {ordinal(slow['period'])} step ({often})"
         rank = ""
@@ -129,7 +130,7 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             rank = (
                 f". In slow recorded steps {title} is {1e3 * slow['part_excess_s']:.1f} ms longer"
             )
-        yield f"{often} takes {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
+        yield f"{often} {take} {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
     yield f"{_PROFILE_COMMAND} {row['folder']}"
     yield "all numbers are medians over the repeats, with quartiles in parentheses"
 

@@ -27,7 +27,8 @@ def _load(name: str) -> ModuleType:
     if "tutti_capture" not in sys.modules:
         package = ModuleType("tutti_capture")
         profile = os.path.dirname(_FOLDER)
-        package.__path__ = [profile, os.path.join(os.path.dirname(profile), "world")]
+        rooms = (os.path.join(os.path.dirname(profile), name) for name in ("world", "measure"))
+        package.__path__ = [profile, *rooms]
         sys.modules[package.__name__] = package
     return importlib.import_module(f"tutti_capture.{name}")
 
@@ -39,7 +40,7 @@ def _begin_capture(settings: dict[str, Any]) -> None:
         atexit.register(_load("liveness").wait_for_gloo_threads)
         _load("program_settings").watch_constructors(settings.pop("changes", {}))
         _load("capture").Capture(**settings, replace=False).follow_program()
-    except Exception as error:  # the program must run whether or not it can be captured
+    except Exception as error:  # the program must run even if it cannot be captured
         print(f"tutti profile: this process is not captured: {error!r}", file=sys.stderr)
 
 
