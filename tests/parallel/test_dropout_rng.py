@@ -254,3 +254,67 @@ def test_data_ranks_and_stages_draw_different_masks(
             for rank in (a, b)
         )
         assert not one & other
+
+
+class Gated(nn.Module):
+    """Two column layers, then a row layer, each with a LoRA adapter that has dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.gate(x)) * self.up(x))
+
+
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Gated()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def _adapter_masks(world: tutti.World, sequence_parallel: bool) -> tuple[Masks, dict[str, float]]:
+    """Run a step of a model with adapters. Return the masks and the gradients of this rank."""
+    from tutti.models.lora_layers import LoraOptions, adapted_layers, adapter_layer, add_adapters
+
+    torch.manual_seed(0)
+    layers = [("embed", nn.Embedding(WORDS, WIDTH)), ("first", GatedBlock())]
+    layers += [("second", GatedBlock()), ("head", nn.Linear(WIDTH, WORDS, bias=False))]
+    model = nn.Sequential(OrderedDict(layers)).double()
+    add_adapters(model, LoraOptions.parse("rank=4,dropout=0.5,targets=all-linear"))
+    for name, layer in adapted_layers(model):
+        layer.lora_dropout["default"] = Drop(f"{name} adapter")  # type: ignore[index, operator]
+        nn.init.normal_(adapter_layer(layer, "lora_B").weight)
+    options = ParallelOptions(layout="tp2", sequence_parallel=sequence_parallel)
+    engine = build_engine(model, world, parallel=options, recompute="full")
+    engine.seed_rng(7)
+    masks = _step(engine)
+    gradients = {name: p for name, p in engine.model.named_parameters() if p.grad is not None}
+    return masks, {name: float(_whole_gradient(p).abs().sum()) for name, p in gradients.items()}
+
+
+def _whole_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_adapters_of_column_layers_share_masks_and_those_of_row_layers_do_not(
+    sequence_parallel: bool,
+) -> None:
+    (masks, gradients), (other_masks, other_gradients) = in_world(
+        _adapter_masks, 2, sequence_parallel
+    )
+    assert masks.keys() == other_masks.keys() and len(masks) == 6  # three layers of two blocks
+    for where, drawn in masks.items():
+        is_row = where.split()[0].endswith("down")
+        assert (set(drawn) == set(other_masks[where])) is not is_row, where
+        # Two microbatches, each recomputed once with the same mask.
+        assert len(set(drawn)) == 2, where
+    assert gradients == pytest.approx(other_gradients, rel=1e-12)
+    assert all(("lora_A" in name) or ("lora_B" in name) for name in gradients)

@@ -133,21 +133,21 @@ def test_a_drawing_is_to_scale() -> None:
     ]
 
 
-def _counted_only(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+def _simulated_only(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     assert show_schedule(["--no-measure", *flags]) == 0
     return capsys.readouterr().out
 
 
-def test_the_command_prints_and_writes_the_counted_timeline(
+def test_the_command_prints_and_writes_the_simulated_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "schedule.json"
-    text = _counted_only(
+    text = _simulated_only(
         capsys, "--schedule", "gpipe", "--pp", "3", "--accumulation", "4", "--json", str(file)
     )
     assert "schedule gpipe: 3 ranks × 1 stage, 4 microbatches" in text
     assert "rank 2  ......F0-F1-F2-F3-B0====" in text
-    assert "bubble: counted 33.3%, by the formula 33.3%" in text
+    assert "bubble: simulated 33.3%, by the formula 33.3%" in text
     assert max(map(len, text.splitlines())) <= 80
     written = json.loads(file.read_text())
     assert written["schema"] == "tutti.schedule/1"
@@ -174,6 +174,6 @@ def test_the_command_measures_on_ranks_that_it_starts(tmp_path: Path) -> None:
     flags = ["--pp", "2", "--accumulation", "2", "--device", "cpu", "--json", file]
     done = run_warm(["-m", "tutti", "parity", "--show-schedule", *flags])
     assert done.returncode == 0, done.stderr
-    assert re.search(r"bubble: counted 33\.3%, by the formula 33\.3%, measured \d", done.stdout)
+    assert re.search(r"bubble: simulated 33\.3%, by the formula 33\.3%, measured \d", done.stdout)
     rows = json.loads(file.read_text())["measured"]
     assert [row["kind"] for row in rows if row["rank"] == 0] == ["F", "F", "B", "B"]

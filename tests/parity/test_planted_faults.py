@@ -62,10 +62,21 @@ def _doubled_all_reduce() -> AbstractContextManager[None]:
 
 
 def _norms_not_reduced_over_tp() -> AbstractContextManager[None]:
+    return _not_reduced_over_tp("norm")
+
+
+def _adapters_not_reduced_over_tp() -> AbstractContextManager[None]:
+    return _not_reduced_over_tp("lora_")
+
+
+def _not_reduced_over_tp(part: str) -> AbstractContextManager[None]:
     def planted(place: Any) -> Any:
         def wrong(model: torch.nn.Module) -> None:
             for name, parameter in model.named_parameters():
-                if "norm" in name and isinstance(parameter.grad, DTensor):
+                partial = isinstance(parameter.grad, DTensor) and any(
+                    placement.is_partial() for placement in parameter.grad.placements
+                )
+                if part in name and partial and isinstance(parameter.grad, DTensor):
                     mine, mesh = parameter.grad.to_local(), parameter.grad.device_mesh
                     parameter.grad = DTensor.from_local(mine, mesh, [Replicate()], run_check=False)
             place(model)
@@ -158,8 +169,22 @@ FAULTS: dict[str, tuple[str, bool, Fault]] = {
 }
 
 
+# With LoRA adapters on all linear layers of the blocks.
+ADAPTER_FAULTS: dict[str, tuple[str, Fault]] = {
+    "none with adapters": ("tp2", _nothing),
+    "adapters": ("tp2", _adapters_not_reduced_over_tp),
+}
+
+
 def _plant_all(world: tutti.World) -> dict[str, dict[str, Any]]:
     rows = {}
+    shape = GPTConfig(vocab_size=16, max_seq_len=8, layers=2, dim=16, heads=2, mlp_dim=32)
+    options = ParityOptions(architecture=shape, lora="rank=2", seq_len=8, steps=2)
+    workload = make_workload("gpt", options, [Layout.parse("tp2")])
+    reference = Reference(workload, world)
+    for name, (layout, fault) in ADAPTER_FAULTS.items():
+        with fault():
+            rows[name] = check_layout(workload, Layout.parse(layout), world, reference)
     for tied in (False, True):
         shape = GPTConfig(
             vocab_size=16, max_seq_len=8, layers=2, dim=16, heads=2, mlp_dim=32, tied=tied
@@ -183,7 +208,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def test_without_a_bug_all_layouts_pass(rows: dict[str, dict[str, Any]]) -> None:
-    for name in ("none dp2", "none tp2", "none pp2"):
+    for name in ("none dp2", "none tp2", "none pp2", "none with adapters"):
         assert rows[name]["ok"] and rows[name]["diagnosis"] is None
         assert rows[name]["grad_rel_err"] < 1e-12
 
@@ -199,6 +224,7 @@ def test_without_a_bug_all_layouts_pass(rows: dict[str, dict[str, Any]]) -> None
         ("tied", "only embed.weight, the tied embedding, is wrong (half of its gradient"),
         ("clipping", "the norm for clipping is 1.414 × too small, the root of shard = 2"),
         ("copies", "embed.weight"),
+        ("adapters", "lora_"),
         ("schedule", "too small"),
         ("loss", "the loss is 2.000 × too large, but all gradients agree: the factor is tp = 2"),
     ],

@@ -213,7 +213,7 @@ def test_random_samples_fit_the_first_and_the_last_layer() -> None:
     assert samples.targets.shape == (10, 5) and samples.targets.max() < 9
     images = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 4))
     assert random_samples(images, 10, options).inputs.shape == (10, 3, 6, 6)
-    with pytest.raises(UsageError, match=r"begins with a LayerNorm.*add --dataset"):
+    with pytest.raises(UsageError, match=r"no embedding, linear layer .*add --dataset"):
         random_samples(nn.LayerNorm(3), 10, options)
     with pytest.raises(UsageError, match="does not accept numbers of shape"):
         random_samples(nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)), 10, options)

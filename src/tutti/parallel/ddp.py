@@ -74,8 +74,8 @@ class Ddp(Engine):
         if self.options.static_graph:
             # torch fails with an internal error if DDP's first backward does not communicate.
             raise UsageError(
-                "--static-graph needs communication in every microbatch, but with several of them "
-                "only the last communicates: leave --static-graph out or use --accumulation 1"
+                "--static-graph needs communication in every microbatch, but only the last of "
+                "several microbatches communicates: leave it out or use --accumulation 1"
             )
         return self.replica.no_sync()
 

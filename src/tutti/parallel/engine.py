@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tutti.comm.collectives import all_reduce, broadcast_coalesced
 from tutti.data.nested import Nested, call_with, count_rows, map_tensors, tensors_of
+from tutti.measure.activation_memory import gathered_by_fsdp
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.rng import seed_training_rng
@@ -77,7 +78,7 @@ class Engine:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss and outputs are used, among all ranks with the same samples."""
+        """Whether the loss and outputs of this rank are used: true on one rank per data rank."""
         return self.mesh.rank("tp") == 0
 
     def run(
@@ -191,24 +192,12 @@ class Engine:
                 )
 
     def communication_buffers(self) -> list[Tensor]:
-        """Return the tensors that now hold copies for communication.
+        """Return the tensors that are allocated for communication at this moment.
 
-        They are gathered parameters, their gradients, received activations, and the state of
-        gradient compression. DDP's buckets are not tensors in Python: see `bucket_bytes`.
+        These tensors are gathered parameters, their gradients, received activations, and the state
+        of gradient compression. DDP's buckets are not tensors in Python: see `bucket_bytes`.
         """
-        return [
-            tensor
-            for module in self.model.modules()
-            if isinstance(module, FSDPModule)
-            and (group := module._get_fsdp_state()._fsdp_param_group) is not None
-            for parameter in group.fsdp_params
-            for tensor in (
-                *parameter.all_gather_outputs,
-                parameter.unsharded_accumulated_grad,
-                getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
-            )
-            if isinstance(tensor, Tensor)
-        ]
+        return gathered_by_fsdp(self.model)
 
     def seed_rng(self, seed: int, step: int = 0) -> None:
         """Seed the random generators for training, as described in rng.py. Call on every rank."""
@@ -250,9 +239,11 @@ class ShardedEngine(Engine):
         # A rank without inputs takes part too: other ranks gather parameters from its shards.
         has_inputs = count_rows(inputs) > 0
         outputs = gathered(call_with(self.model, inputs if has_inputs else example))
-        if isinstance(self.model, FSDPModule):
-            # The root keeps its gathered parameters for backward, but a checkpoint needs shards.
-            self.model.reshard()
+        # The root, and with --no-reshard every block, keeps its gathered parameters for backward.
+        # A checkpoint needs shards, and training must gather the parameters again after a change.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # not recursive
         return outputs if has_inputs else None
 
 

@@ -76,7 +76,7 @@ class Layout:
     @property
     def axes(self) -> dict[str, int]:
         """The number of ranks on each axis, in the order in which a layout is written."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @property
     def size(self) -> int:
@@ -123,7 +123,7 @@ class Layout:
         return ranked[: 1 if ranked[0]._used.keys() >= self._used.keys() else 2]
 
     def mesh(self, world: "World") -> "Mesh":
-        """Return the world's ranks, arranged by this layout. All ranks must call this method."""
+        """Arrange the ranks of the world by this layout. All ranks must call this method."""
         from tutti.parallel.mesh import Mesh  # imports torch
 
         return Mesh(self, world)
@@ -157,9 +157,11 @@ class EngineOptions:
     gradient_as_bucket_view: bool = True
     """ddp: gradients are views into the buckets, which saves one copy of the gradients."""
     static_graph: bool = False
-    """ddp: every step uses the same parameters in the same order, so DDP can plan ahead."""
+    """ddp: promise that every step uses the same parameters in the same order, so that DDP can plan
+    its communication in the first step."""
     find_unused: bool = False
-    """ddp, scratch: search for parameters without a gradient in each step, and allow them."""
+    """ddp, scratch: allow parameters that get no gradient in a step. Each step searches for such
+    parameters, which takes time."""
     compress: Compression = "none"
     """ddp: send gradients as bf16 or fp16 (half the bytes), or as low-rank factors (powersgd).
     fp16 rounds gradients below 6e-8 to zero unless the loss is scaled; bf16 does not."""
@@ -206,7 +208,8 @@ class ParallelOptions:
 
     layout: str | None = None
     """Ranks per axis, such as dp2.shard2.tp2.pp2: replicas, parameter shards (FSDP2), tensor
-    parallelism, pipeline stages. Unset: one replica per rank."""
+    parallelism, pipeline stages. auto: the layout that tutti plan predicts to be fastest on this
+    host. Unset: one replica per rank."""
     reshard: bool | None = None
     """shard: free gathered parameters after forward and gather them again for backward, or keep
     them until backward has ended. Unset: free them, except in a pipeline, which reuses them for

@@ -35,6 +35,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from tutti.models.lora_layers import MATRICES, adapted_layers, adapter_layer, without_adapters
 from tutti.parallel.layout import AXES
 from tutti.parallel.mesh import Box, Mesh, local_shard, replicated_axes, shard_and_box
 from tutti.parallel.rng import mixed_seed
@@ -157,6 +158,43 @@ class SavedWeights(Weights):
     def release(self) -> None:
         if self._others is not None:
             self._others.release()
+
+
+class AdapterWeights(Weights):
+    """Weights of a model with LoRA adapters: `base` sets the frozen layers.
+
+    lora_A has the initial values of a linear layer, with a seed for each layer. lora_B is 0. Files
+    of an adapter replace these values.
+    """
+
+    def __init__(self, base: Weights, seed: int, sources: TensorSources | None = None) -> None:
+        """`sources` maps names such as layers.0.q_proj.lora_A to the chunks in files."""
+        self._base = base
+        self._seed = seed
+        self._sources = sources or {}
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        with without_adapters(model):
+            self._base.fill(model)
+        saved = []
+        with torch.random.fork_rng(devices=[]):
+            for name, layer in adapted_layers(model):
+                for matrix in MATRICES:
+                    weight = adapter_layer(layer, matrix).weight
+                    if source := self._sources.get(f"{name}.{matrix}"):
+                        saved.append((weight, source))
+                        continue
+                    whole = torch.zeros(weight.shape, device="cpu")
+                    if matrix == "lora_A":
+                        seed = mixed_seed("weights", self._seed, f"{name}.{matrix}")
+                        torch.default_generator.manual_seed(seed)
+                        nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+                    copy_shard(whole, weight)
+        read_shards((weight, source) for weight, source in saved if not callable(source))
+
+    def release(self) -> None:
+        self._base.release()
 
 
 # After reading this many bytes the files are closed, which releases their mapped pages.
@@ -393,7 +431,8 @@ class _MetaConstruction(TorchFunctionMode):
                 full_name = f"{name}.{key}".removeprefix(".")
                 if not tensor.is_meta:
                     if isinstance(tensor, nn.Parameter):
-                        return f"{full_name} is a {type(tensor).__name__} that was replaced"
+                        kind = type(tensor).__name__
+                        return f"{full_name}, a {kind}, could not be moved to the meta device"
                     continue  # a buffer that the constructor has computed on the CPU
                 storage = tensor.untyped_storage()._cdata
                 if storage in self._written_elsewhere:

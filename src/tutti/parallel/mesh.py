@@ -59,7 +59,7 @@ class Mesh:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this rank only in samples and shards."""
+        """The process group of the ranks that differ from this rank only on dp and shard."""
         if self.layout.only_replicas:
             assert dist.group.WORLD is not None
             return dist.group.WORLD

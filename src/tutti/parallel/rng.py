@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from tutti.comm.collectives import broadcast
+from tutti.models.lora_layers import is_adapted
 from tutti.parallel.layout import AXES
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.sharding_rules import Role
@@ -73,24 +74,42 @@ def set_up_dropout(
         return
     rank_seed = RankSeed(generator, mesh.rank("tp"))
     for name, layer in model.named_modules():
-        if rules.get(name) == "column":
+        role = rules.get(name)
+        if role == "column":
             layer.register_forward_hook(rank_seed.begin)
-        elif rules.get(name) == "row":
+        elif role == "row" and is_adapted(layer):
+            # The dropout of a LoRA adapter gets the channels of this rank, so the seed of this rank
+            # is used until the adapter has run.
+            layer.register_forward_hook(
+                lambda module, inputs, output: rank_seed.end(module, inputs)
+            )
+        elif role == "row":
             layer.register_forward_pre_hook(rank_seed.end)
+        if role is not None and role != "row" and is_adapted(layer):
+            # The dropout of this adapter gets whole activations, perhaps after another column layer
+            # has set the seed of this rank.
+            for dropout in layer.modules():
+                if isinstance(dropout, _DropoutNd):
+                    dropout.forward = partial(_with_context, rank_seed.shared, dropout.forward)
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether a module has a dropout probability above 0.
+    """Return whether a module has a dropout probability above 0."""
+    return next(dropout_probabilities(model), None) is not None
+
+
+def dropout_probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (module, attribute) of every dropout probability above 0.
 
     The probability is the `p` of a Dropout layer, or any attribute with "drop" in its name, because
     attention modules often store the probability as a number.
     """
-    return any(
-        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
-    )
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name or (name == "p" and isinstance(module, _DropoutNd)):
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if is_number and 0 < value <= 1:
+                    yield module, name
 
 
 class RankSeed:
@@ -117,6 +136,20 @@ class RankSeed:
         """Forward pre-hook of the row layer."""
         if self._is_active():
             self._generator.set_state(self._state)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Context in which all tp ranks draw the same numbers, even between `begin` and `end`."""
+        if not self._is_active():
+            yield
+            return
+        own_state = self._generator.get_state()
+        self._generator.set_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = self._generator.get_state()
+            self._generator.set_state(own_state)
 
     def _is_active(self) -> bool:
         """Return whether the generator has the seed of this rank.
@@ -151,6 +184,11 @@ def _local_dropout(dropout: nn.Module, forward: Any, same_numbers: _Context, inp
     with same_numbers():
         output = forward(input.to_local())
     return DTensor.from_local(output, input.device_mesh, input.placements, run_check=False)
+
+
+def _with_context(context: _Context, forward: Any, input: Tensor) -> Any:
+    with context():
+        return forward(input)
 
 
 def _draw() -> int:

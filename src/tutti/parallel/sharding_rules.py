@@ -18,15 +18,17 @@ If tp split their output, a rank would not get whole heads. Such a layer has the
 "column_gather": the matrix product is split, and every rank gets the whole output. The layer after
 it has the role "row_split".
 
-A model of transformers has its own rules, `tp_plan`; they are translated to these roles.
+Models of Hugging Face's transformers library have their own rules, the attribute `tp_plan`. They
+are translated to these roles.
 """
 
 import re
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
+from tutti.models.lora_layers import base_layer_of, is_linear, linear_sizes
 from tutti.parallel.layout import check_divides
 from tutti.world.errors import UsageError, did_you_mean
 
@@ -41,6 +43,7 @@ Role = Literal[
     "column_gather",
     "row_split",
     "per_head",
+    "head_bias",
 ]
 """vocabulary: an embedding, split along the vocabulary. norm: a norm, applied to a part of the
 sequence. whole: any other layer between split layers, computed by every rank. input: a module that
@@ -48,18 +51,22 @@ needs the whole sequence, such as attention; its input is gathered once for all 
 column: a linear layer split by outputs. row: a linear layer split by inputs. head: a linear layer
 split by outputs, which are the vocabulary. column_gather: as column, but every rank gets the whole
 output. row_split: as row, but the input is whole. per_head: a layer that is applied to each
-attention head, such as a norm of queries; its weights are not split."""
+attention head, such as a norm of queries; its weights are not split. head_bias: an embedding with
+one value per attention head, such as the relative positions of T5, split by heads."""
 ShardingRules = Mapping[str, Role]
 
 # Layer names of common transformers, compared with the last one or two parts of a module name.
 _USUAL_NAMES: dict[Role, str] = {
-    "column": "wq wk wv q_proj k_proj v_proj query key value "
-    "gate up gate_proj up_proj w1 w3 fc1 linear1 c_fc intermediate.dense",
-    "row": "wo o_proj out_proj down down_proj w2 fc2 linear2 c_proj output.dense",
-    "column_gather": "c_attn qkv_proj gate_up_proj",
+    "column": "wq wk wv q_proj k_proj v_proj query key value q k v "
+    "gate up gate_proj up_proj w1 w3 fc1 linear1 c_fc wi wi_0 wi_1 intermediate.dense",
+    "row": "wo o_proj out_proj o proj down down_proj w2 fc2 linear2 c_proj output.dense",
+    "column_gather": "c_attn qkv qkv_proj gate_up_proj",
+    "head_bias": "relative_attention_bias",
     "vocabulary": "embed embed_tokens tok_embeddings wte",
     "head": "head lm_head output",
 }
+# The parts of a layer with a LoRA adapter.
+_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.\w+)$")
 _LINEAR: tuple[Role, ...] = ("column", "row", "head", "column_gather", "row_split")
 # The roles of the styles in a tp_plan of transformers. Styles for experts are left out, so every tp
 # rank computes all experts.
@@ -75,29 +82,19 @@ _HUGGING_FACE_ROLES: dict[str, Role] = {
 
 
 def _fits(role: Role, module: nn.Module) -> bool:
+    module = base_layer_of(module)  # a layer with a LoRA adapter has the same rule as without
     if role in _LINEAR:
         return is_linear(module)
-    if role == "vocabulary":
+    if role in ("vocabulary", "head_bias"):
         return isinstance(module, nn.Embedding)
     return role != "norm" or isinstance(module, nn.LayerNorm | nn.RMSNorm)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer: nn.Linear, or Conv1D of transformers."""
-    return isinstance(module, nn.Linear) or is_transposed_linear(module)
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Return whether a module is the Conv1D of transformers, whose weight is (inputs, outputs)."""
-    weight = getattr(module, "weight", None)
-    return type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def default_rules(model: nn.Module, tp: int = 1) -> dict[str, Role]:
     """Return rules from the model's own `tp_plan`, or else for the usual layer names.
 
-    Raise UsageError if the model has neither. If tp does not divide the vocabulary of a model of
-    transformers, its embedding and head are not split.
+    Raise UsageError if the model has neither a `tp_plan` nor layers with usual names. If tp does
+    not divide the vocabulary of a model of transformers, its embedding and head are not split.
     """
     rules = _rules_of_tp_plan(model) or _rules_by_name(model)
     from_transformers = hasattr(model, "base_model_prefix")
@@ -112,14 +109,29 @@ def default_rules(model: nn.Module, tp: int = 1) -> dict[str, Role]:
         # The input of a row layer is split only if a column layer precedes it: in the same module,
         # or in the module above (BERT has attention.self.query and attention.output.dense).
         elif parent not in with_columns and not (
-            rules[name] == "row" and _precedes(with_columns, parent)
+            rules[name] == "row" and _near(with_columns, parent)
         ):
             del rules[name]
+    # Column layers without a row layer after them, such as an attention whose output layer has an
+    # unusual name, are not split: the layer after them needs whole activations.
+    with_rows = _parents(rules, "row") | _parents(rules, "row_split")
+    only_rows = with_rows - with_columns - gathered
+    for name in [n for n, role in rules.items() if role in ("column", "per_head", "head_bias")]:
+        parent = name.rpartition(".")[0]
+        if parent not in with_rows and not _near(only_rows, parent):
+            del rules[name]
+    with_columns = _parents(rules, "column")
     if not {"row", "row_split"} & set(rules.values()) or not with_columns | gathered:
+        attention = [n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+        reason = (
+            f"{attention[0]} is an nn.MultiheadAttention, which tp does not split, and no other "
+            f"layer of {type(model).__name__} has a usual name"
+            if attention
+            else f"no layer of {type(model).__name__} has a usual name, so tp needs rules"
+        )
         raise UsageError(
-            f"no layer of {type(model).__name__} has a usual name, so tp needs rules: give rules, "
-            'such as {"layers.*.up": "column", "layers.*.down": "row"}, or use shard or dp '
-            "instead of tp"
+            f"{reason}: give rules in the model's attribute sharding_rules, such as "
+            '{"layers.*.up": "column", "layers.*.down": "row"}, or use shard or dp instead of tp'
         )
     if from_transformers:
         for parent in with_columns & _parents(rules, "row"):
@@ -175,29 +187,37 @@ def _rules_of_tp_plan(model: nn.Module) -> dict[str, Role]:
 
 
 def _set_vocabulary_rules(model: nn.Module, rules: dict[str, Role], tp: int) -> None:
-    """Set rules that split the embedding and head of a model of transformers, where possible.
+    """Set rules that split the embeddings and head of a model of transformers, where possible.
 
-    A tied embedding and head are either both split or both whole.
+    The embeddings are the input embedding, and the embeddings that share its weight, such as the
+    embeddings of T5's encoder and decoder. Embeddings and head with one weight are either all
+    split or all whole.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
-    for module in (embedding, head):
-        rules.pop(names.get(id(module), ""), None)
+    own = [names.get(id(module), "") for module in (embedding, head)]
+    for name in [n for n, role in rules.items() if role in ("vocabulary", "head") or n in own]:
+        del rules[name]
+    name_of_head, head = names.get(id(head), ""), head and base_layer_of(head)
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         return
+    shared = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.weight is embedding.weight
+    ]
     # An embedding with padding_idx is not split: it would compare padding_idx with local indices.
-    if embedding.padding_idx is None and embedding.num_embeddings % tp == 0:
-        rules[names[id(embedding)]] = "vocabulary"
-    tied = head.weight is embedding.weight
-    if head.out_features % tp == 0 and (not tied or names[id(embedding)] in rules):
-        rules[names[id(head)]] = "head"
-    elif tied:
-        rules.pop(names[id(embedding)], None)
+    splits = all(m.padding_idx is None and m.num_embeddings % tp == 0 for _, m in shared)
+    if splits and (head.weight is not embedding.weight or head.out_features % tp == 0):
+        rules |= {name: "vocabulary" for name, _ in shared}
+    if head.out_features % tp == 0 and (head.weight is not embedding.weight or splits):
+        rules[name_of_head] = "head"
 
 
-def _precedes(with_columns: Collection[str], parent: str) -> bool:
+def _near(modules: Collection[str], parent: str) -> bool:
+    """Return whether one of the modules is inside the module above `parent`."""
     above = parent.rpartition(".")[0]
-    return bool(above) and any(name.startswith(f"{above}.") for name in with_columns)
+    return bool(above) and any(name.startswith(f"{above}.") for name in modules)
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
@@ -227,7 +247,8 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
         for name in matches:
             module = model.get_submodule(name)
             if not _fits(role, module):
-                needed = {"vocabulary": "an Embedding", "norm": "a LayerNorm or RMSNorm"}
+                needed = dict.fromkeys(("vocabulary", "head_bias"), "an Embedding")
+                needed |= {"norm": "a LayerNorm or RMSNorm"}
                 raise UsageError(
                     f"sharding rules: {name} is a {type(module).__name__}, but role {role!r} needs "
                     f"{needed.get(role, 'a Linear')}"
@@ -280,31 +301,43 @@ def _takes_whole_width(
 def check_rules_divide(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
     """Raise UsageError if tp does not divide a layer evenly. The message suggests another tp."""
     for name, role in rules.items():
-        module = model.get_submodule(name)
+        module = base_layer_of(model.get_submodule(name))
         if isinstance(module, nn.Embedding) and role == "vocabulary":
             count, unit = module.num_embeddings, "tokens"
+        elif isinstance(module, nn.Embedding) and role == "head_bias":
+            count, unit = module.embedding_dim, "heads"
         elif is_linear(module) and role in _LINEAR:
-            outputs, inputs = module.weight.shape  # type: ignore[misc]
-            if is_transposed_linear(module):
-                outputs, inputs = inputs, outputs
+            outputs, inputs = linear_sizes(module)
             count = inputs if role in ("row", "row_split") else outputs
             unit = {"row": "inputs", "row_split": "inputs", "head": "tokens"}.get(role, "outputs")
             # An attention head cannot be split over ranks.
             attention = model.get_submodule(name.rpartition(".")[0])
-            head_dim = getattr(attention, "head_dim", getattr(attention, "attention_head_size", 0))
-            whole_heads = role in ("column", "row") and isinstance(head_dim, int) and head_dim > 0
-            if whole_heads and count % head_dim == 0:
+            head_dim = head_size(attention)
+            if role in ("column", "row") and head_dim and count % head_dim == 0:
                 count, unit = count // head_dim, "heads"
         else:
             continue
         check_divides(tp, count, f"{unit} of {name}")
 
 
+def head_size(attention: nn.Module) -> int:
+    """Return the size of an attention head, which models store under several names, or 0."""
+    for name in ("head_dim", "attention_head_size", "key_value_proj_dim"):
+        size = getattr(attention, name, None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return 0
+
+
 def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:
     """Return the parameters whose layer has no rule, in the model or in its module `inside`."""
     prefix = f"{inside}." if inside else ""
     owners = [(n, n.rpartition(".")[0]) for n, _ in model.named_parameters(prefix="")]
-    return [name for name, owner in owners if name.startswith(prefix) and owner not in rules]
+    return [
+        name
+        for name, owner in owners
+        if name.startswith(prefix) and owner not in rules and _ADAPTED.sub("", owner) not in rules
+    ]
 
 
 def _parents(rules: Mapping[str, Role], role: Role) -> set[str]:

@@ -42,10 +42,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tutti.models.lora_layers import (
+    adapter_layer,
+    base_layer_of,
+    is_adapted,
+    is_transposed_linear,
+)
 from tutti.parallel.layout import ParallelOptions
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.rng import set_up_dropout
-from tutti.parallel.sharding_rules import Role, is_transposed_linear
+from tutti.parallel.sharding_rules import Role, head_size
 from tutti.world.errors import UsageError
 
 SEQUENCE = 1  # the dim of activations (batch, sequence, width) that is split
@@ -69,6 +75,8 @@ def tensor_parallel(
     inside_inputs = tuple(f"{name}." for name, role in rules.items() if role == "input")
     tp_mesh = mesh.device_mesh["tp"]
     ties = shared_parameters(model)
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
     # Modules of other pipeline stages are missing, or have no parameters.
     layers = {
         name: layer
@@ -93,15 +101,18 @@ def tensor_parallel(
         else:
             gathered = name.startswith(inside_inputs)
             style = _style(role, stream, gathered, loss_parallel)
-            if is_transposed_linear(layer):
-                _split_transposed(layer, tp_mesh, style)
+            base = base_layer_of(layer)
+            if is_transposed_linear(base):
+                _split_transposed(base, tp_mesh, style)
             else:
-                parallelize_module(layer, tp_mesh, style)
+                parallelize_module(base, tp_mesh, style)
+            if is_adapted(layer):
+                _split_adapter(layer, tp_mesh, style, stream, gathered)
         if role == "vocabulary":
             layer.register_forward_hook(_wait_for_output)
         if role == "column":
             attention = layers[name.rpartition(".")[0]]
-            if isinstance(getattr(attention, "head_dim", None), int):
+            if head_size(attention):
                 attentions.add(attention)
     if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers.values()):
         # In evaluation, the fused kernel of TransformerEncoderLayer would read the weights without
@@ -109,6 +120,8 @@ def tensor_parallel(
         torch.backends.mha.set_fastpath_enabled(False)
     for attention in attentions:
         _set_local_sizes(attention, mesh.layout.tp)
+    for name in frozen:  # torch's styles create parameters that require gradients
+        model.get_parameter(name).requires_grad_(False)
     _restore_ties(model, ties)
     set_up_dropout(model, mesh, rules, splits_sequence=sequence_parallel)
 
@@ -148,6 +161,8 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
         return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
     if role == "column":
         return ColwiseParallel(input_layouts=Replicate() if gathered else stream)
+    if role == "head_bias":  # the inputs are positions, which are the same on all ranks
+        return ColwiseParallel(input_layouts=Replicate())
     if role == "row":
         return RowwiseParallel(output_layouts=stream)
     if role == "column_gather":
@@ -184,9 +199,34 @@ def _split_transposed(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) 
     )
 
 
+def _split_adapter(
+    layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle, stream: Any, gathered: bool
+) -> None:
+    """Split the LoRA matrices B A of a linear layer that is split with `style`.
+
+    column: B is split by outputs like the layer, and every rank holds the whole A. row: A is split
+    by inputs like the layer, and every rank holds the whole B. Either way, ranks exchange only
+    as many values per token as the LoRA rank. If the input is a DTensor (`gathered`), the output of
+    A stays a DTensor, so that the gradient of the input is summed once for all column layers.
+    """
+    a, b = adapter_layer(layer, "lora_A"), adapter_layer(layer, "lora_B")
+    by_outputs = isinstance(style, ColwiseParallel)
+    split, whole = (b, a) if by_outputs else (a, b)
+    finish = None if by_outputs and gathered else _output_to_local
+    distribute_module(whole, mesh, _replicate, partial(_as_dtensor, stream), finish)
+    parallelize_module(split, mesh, style)
+    # A recomputation ends as soon as it has the activations that backward needs. Backward needs the
+    # activations of the adapter, but not the output of the frozen layer. Without this hook, no code
+    # would then wait for the collective of that output.
+    base_layer_of(layer).register_forward_hook(_wait_for_output)
+
+
 def _set_local_sizes(attention: nn.Module, tp: int) -> None:
     """Divide the numbers of heads by tp, because some modules use these numbers to reshape."""
-    for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "hidden_size"):
+    for name in (
+        *("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads"),
+        *("hidden_size", "inner_dim", "all_head_size"),
+    ):
         size = vars(attention).get(name)
         if isinstance(size, int) and size % tp == 0:
             vars(attention)[name] = size // tp
@@ -231,6 +271,8 @@ def _gather_input(stream: Any, mesh: DeviceMesh, module: nn.Module, inputs: tupl
 
 def _as_dtensor(stream: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
     first, *others = inputs
+    if isinstance(first, DTensor):
+        return inputs
     return (DTensor.from_local(first, mesh, [stream], run_check=False), *others)
 
 

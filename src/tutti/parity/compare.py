@@ -30,7 +30,7 @@ from tutti.parity.single_device import OptimizerName, Scales, StepRecord, Worklo
 from tutti.parity.tolerances import TOLERANCES
 from tutti.train.init import agree, build_optimizer
 from tutti.train.recipe import Compute, Optimization
-from tutti.train.step import Step
+from tutti.train.step import Step, as_model_dtype
 from tutti.train.task import Task
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import check_same
@@ -47,14 +47,14 @@ def make_engine(workload: Workload, layout: Layout, world: World) -> Engine:
     """Build the workload's model under a layout, as `tutti train` does."""
     options = workload.options
     dtype = torch.float64 if options.precision == "float64" else torch.float32
-    example = workload.samples.inputs[:1].to(world.device)
     microbatches = workload.microbatches(layout)
+    model = workload.make_model().to(world.device, dtype).train()
     return build_engine(
-        workload.make_model().to(world.device, dtype).train(),
+        model,
         world,
         replace(options.engine, sync_batchnorm=workload.batch_norms),
         replace(options.parallel, layout=str(layout)),
-        example=example.to(dtype) if example.is_floating_point() else example,
+        example=as_model_dtype(workload.example(world.device), model),
         microbatches=microbatches,
         microbatch_size=workload.batch // layout.data_ranks // microbatches,
         recompute=workload.recompute,
@@ -94,7 +94,7 @@ def train_under_layout(
         optimizer,
         Task(padded=workload.padded, model=str(options.model)),
         Compute(precision=options.precision),
-        workload.samples.inputs[:1].to(device),
+        workload.example(device),
         workload.microbatches(mesh.layout),
         scales.clip,
     )
@@ -221,7 +221,7 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
         return []
     modules = engine.model.named_modules()
     synchronised = [name for name, module in modules if isinstance(module, JointBatchNorm)]
-    # The parity check synchronises batch norms, so their buffers do not depend on own samples.
+    # The parity check synchronises batch norms, so their buffers depend on all ranks' samples.
     batch_norms = {name for names in comm.gather_json(synchronised) for name in names}
     by_rank = [(rank["data_rank"], [Difference(*b) for b in rank["buffers"]]) for rank in ranks]
     own_buffers = diagnosis.buffers_of_own_samples(by_rank, tolerance)
@@ -362,8 +362,10 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
     text = diagnosis.diagnose(results["sgd"], setting, tolerance)
     if text is None and (text := diagnosis.diagnose(results["adamw"], setting, tolerance)):
         text = f"with AdamW only: {text}"
-    if text is not None or reference.weights_differ is not None:
-        text = "; ".join(line for line in (reference.cause(), text) if line is not None)
+    failed = text is not None or reference.weights_differ is not None
+    if failed and (cause := reference.cause()) is not None:
+        differences = text and text.replace(diagnosis.WITHOUT_KNOWN_CAUSE, "")
+        text = "; ".join(line for line in (cause, differences) if line is not None)
     return row | {
         "loss_rel_err": max(step.loss.error for step in steps),
         "grad_rel_err": gradient.error,
@@ -425,8 +427,9 @@ class ParityTable:
             first, *others = row["own_buffers"]
             more = f" and {len(others)} more" if others else ""
             self._print(
-                f"{row['layout']} note: did not compare {first}{more}. These buffers depend on "
-                "each data rank's own samples; evaluation and checkpoints use the buffers of rank 0"
+                f"{row['layout']} note: {first}{more} {'were' if others else 'was'} not compared, "
+                "because the values depend on the samples of each data rank. Evaluation and "
+                "checkpoints use the values of rank 0"
             )
 
     def _print(self, *parts: str | tuple[str, str]) -> None:

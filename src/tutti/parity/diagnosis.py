@@ -15,6 +15,10 @@ from torch import Tensor
 from tutti.parallel.layout import Layout
 from tutti.parity.tolerances import Tolerance
 
+# The end of a diagnosis that is derived only from differences. `compare` removes this end if the
+# one-device checks have found the cause.
+WITHOUT_KNOWN_CAUSE = ": the samples or the weights differ"
+
 
 class Difference(NamedTuple):
     """A tensor a (a gradient, an update or a buffer) compared with the reference's tensor b.
@@ -214,7 +218,7 @@ def _gradients(
             f"loss: {count} of the step's {samples} samples {problem}"
         )
     loss = "and the loss differs" if loss_differs else "but the loss agrees"
-    hint = ": the samples or the weights differ" if len(bad) == total and loss_differs else ""
+    hint = WITHOUT_KNOWN_CAUSE if len(bad) == total and loss_differs else ""
     return f"{differ} by no common factor, {loss}{hint}; the worst is {worst_name}"
 
 
@@ -283,7 +287,7 @@ def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Toleran
             f"{text}; {buffer.name} is {_size(buffer.factor)}: it was updated in recomputed or "
             "padded microbatches, or not in all microbatches"
         )
-    return f"{text}: it was updated with other samples, or with other weights of the samples"
+    return f"{text}: it was updated with other samples, or the samples had other weights"
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:

@@ -27,6 +27,9 @@ class ParityOptions:
     """Sizes of the recipe's model."""
     model: str | None = None
     """Your own model: package.module:function; the function must return an nn.Module."""
+    lora: str | None = None
+    """Options of LoRA adapters, as in tutti train. Only the adapters are trained and compared. They
+    start with random values, because zeros would hide errors."""
     dataset: str | None = None
     """Dataset, as in tutti train (default: random samples that fit the model)."""
     data_dir: Path = Path("data")
@@ -86,8 +89,8 @@ def samples_for(
 
     The uneven step has 2 × ranks − 1 samples, so that in layout dpN the last rank has no sample in
     its last microbatch. With batch norms, the uneven step is enlarged until every microbatch has at
-    least two samples. The full step has n × --microbatch samples, where n is larger than the number
-    of samples in the uneven step, and is the smallest such number that every layout divides evenly.
+    least two samples. The full step has n × --microbatch samples. n is the smallest number above
+    the number of samples in the uneven step that every layout divides evenly.
     """
     uneven = max(1, 2 * layouts[0].size - 1)
     while batch_norms and min(_smallest_microbatch(uneven, x, options) for x in layouts) < 2:
@@ -166,7 +169,9 @@ def recipe_with(name: str, options: ParityOptions) -> Recipe:
         pixels=options.pixels,
     )
     model = options.model or recipe.model
-    return replace(recipe, model=model, architecture=options.architecture, data=data)
+    return replace(
+        recipe, model=model, lora=options.lora, architecture=options.architecture, data=data
+    )
 
 
 def _recipe(name: str) -> Recipe:

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from tutti.data import TensorSamples
+from tutti.data.nested import Nested, call_with, count_rows, map_tensors
+from tutti.models.lora_layers import adapted_layers, adapter_layer
 from tutti.parallel.layout import Layout, Recompute
 from tutti.parallel.recompute import repeated_blocks
+from tutti.parallel.rng import dropout_probabilities
 from tutti.parity import parity_options
 from tutti.parity.parity_options import ParityOptions
 from tutti.parity.tolerances import TOLERANCES
@@ -69,9 +71,18 @@ class Workload:
         uneven = len(self.samples) - self.batch
         return [uneven if number % 2 else self.batch for number in range(self.options.steps)]
 
-    def step(self, number: int) -> tuple[Tensor, Tensor]:
+    def example(self, device: torch.device) -> Nested:
+        """Return one input with its batch dim."""
+        return map_tensors(lambda tensor: tensor[:1].to(device), self.samples.inputs)
+
+    def step(self, number: int) -> tuple[Nested, Tensor]:
         part = slice(self.batch, None) if number % 2 else slice(None, self.batch)
-        return self.samples.inputs[part], self.samples.targets[part]
+        return rows(self.samples.inputs, part), self.samples.targets[part]
+
+
+def rows(value: Nested, selected: slice | Tensor) -> Nested:
+    """Return these rows of every tensor."""
+    return map_tensors(lambda tensor: tensor[selected], value)
 
 
 def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[Layout]) -> Workload:
@@ -83,10 +94,12 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
     def make_model() -> nn.Module:
         torch.manual_seed(options.seed)
         model = build_model(recipe, dataset)
-        for layer in model.modules():
-            # Dropout is disabled, because its masks differ between one device and several.
-            if isinstance(layer, _DropoutNd):
-                layer.p = 0.0
+        # Dropout is disabled, because its masks differ between one device and several.
+        for layer, name in list(dropout_probabilities(model)):
+            setattr(layer, name, 0.0)
+        for _, layer in adapted_layers(model):
+            # With the usual zeros in lora_B, the first gradient of lora_A would be zero.
+            nn.init.normal_(adapter_layer(layer, "lora_B").weight, std=0.02)
         if hasattr(model, "set_experts_implementation"):
             # By default, transformers uses a grouped matrix product, which has no float64 version.
             model.set_experts_implementation("batched_mm")  # type: ignore[operator]
@@ -105,7 +118,7 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
             f"{batch + uneven}: use fewer --ranks, a smaller --microbatch or another dataset"
         )
     with torch.no_grad():
-        outputs = model(as_model_dtype(samples.inputs[:2], model))
+        outputs = call_with(model, as_model_dtype(rows(samples.inputs, slice(2)), model))
     class_dim(outputs, samples.targets[:2], recipe.model)
     if options.padded:
         targets = samples.targets.clone()
@@ -135,43 +148,57 @@ def _forward_changes_buffers(model: nn.Module, samples: TensorSamples) -> bool:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if not before:
         return False
-    model.train()(as_model_dtype(samples.inputs[:2], model))
+    call_with(model.train(), as_model_dtype(rows(samples.inputs, slice(2)), model))
     return any(not torch.equal(before[name], after) for name, after in model.named_buffers())
 
 
 def random_samples(model: nn.Module, count: int, options: ParityOptions) -> TensorSamples:
     """Return random inputs that the model's first layer accepts, and random class numbers."""
     generator = torch.Generator().manual_seed(options.seed + 1)
-    first = next((m for m in model.modules() if list(m.parameters(recurse=False))), None)
+    # A module that has parameters of its own beside its layers, such as the class token of a ViT,
+    # does not say what its input is. Its first layer does.
+    layers = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    first = next((module for module in model.modules() if isinstance(module, layers)), None)
+    flag = ""
+    inputs: Nested
     if isinstance(first, nn.Embedding):
         config = getattr(model, "config", None)
         longest = getattr(config, "max_position_embeddings", None) or options.seq_len
         shape = (count, min(options.seq_len, longest))
         inputs = torch.randint(first.num_embeddings, shape, generator=generator)
+        flag = "another --seq-len or "
+        if getattr(config, "is_encoder_decoder", False):
+            targets = torch.randint(first.num_embeddings, shape, generator=generator)
+            inputs = {"input_ids": inputs, "decoder_input_ids": targets}
     elif isinstance(first, nn.Linear):
         inputs = torch.randn(count, first.in_features, generator=generator)
     elif isinstance(first, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         side = [options.pixels] * len(first.kernel_size)
         inputs = torch.randn(count, first.in_channels, *side, generator=generator)
+        flag = "another --pixels or "
     else:
-        kind = "no layer" if first is None else f"a {type(first).__name__}"
         raise UsageError(
-            f"--model {options.model} begins with {kind}, from which its input cannot be derived: "
-            "add --dataset package.module:function"
+            f"--model {options.model} has no embedding, linear layer or convolution, from which "
+            "its input could be derived: add --dataset package.module:function"
         )
     try:
-        outputs = model(as_model_dtype(inputs[:2], model))
+        outputs = call_with(model, as_model_dtype(rows(inputs, slice(2)), model))
     except Exception as error:
-        kind = "numbers" if inputs.is_floating_point() else "tokens"
+        sample = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
+        kind = "numbers" if sample.is_floating_point() else "tokens"
         raise UsageError(
-            f"--model {options.model} does not accept {kind} of shape {tuple(inputs.shape[1:])}, "
-            f"derived from its first layer ({type(error).__name__}: {error}): add --dataset "
-            "package.module:function"
+            f"--model {options.model} does not accept {kind} of shape {tuple(sample.shape[1:])}, "
+            f"derived from its first layer ({type(error).__name__}: {_first_line(error)}): use "
+            f"{flag}--dataset package.module:function"
         ) from None
     rest = outputs.shape[1:-1] if isinstance(outputs, Tensor) else ()
     class_dim(outputs, torch.zeros(2, *rest, dtype=torch.int64), str(options.model))
     targets = torch.randint(outputs.shape[-1], (count, *rest), generator=generator)
     return TensorSamples(inputs, targets)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
@@ -190,7 +217,7 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
             elif path in _HEADS:
                 roles[name] = "head"
             else:  # blocks.3.attention.wq → attention.wq
-                parts = [part for part in path.split(".") if not part.isdecimal()]
+                parts = [p for p in path.split(".") if not p.isdecimal() and p != "default"]
                 roles[name] = ".".join(parts[-2:]) or attribute
     return roles
 
@@ -233,7 +260,7 @@ def derive_scales(workload: Workload, device: torch.device) -> Scales:
     """Derive the scales from the first gradient of the full batch."""
     model = workload.make_model().to(device, torch.float64)
     _backward(model, *_step(workload, 0, device), microbatches=None)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     gradient_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if not math.isfinite(float(gradient_norm)):
         raise UsageError(
@@ -304,13 +331,13 @@ def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> lis
 
 
 def _backward(
-    model: nn.Module, inputs: Tensor, targets: Tensor, microbatches: list[Tensor] | None
+    model: nn.Module, inputs: Nested, targets: Tensor, microbatches: list[Tensor] | None
 ) -> float:
     """Compute the gradients of the mean loss over targets without padding. Return this mean."""
     count = (targets != -100).sum()
     total = 0.0
-    for indices in microbatches or [torch.arange(len(inputs))]:
-        outputs = model(inputs[indices])
+    for indices in microbatches or [torch.arange(count_rows(inputs))]:
+        outputs = call_with(model, rows(inputs, indices))
         outputs = outputs.movedim(class_dim(outputs, targets[indices], ""), -1)
         loss = F.cross_entropy(outputs.flatten(0, -2), targets[indices].flatten(), reduction="sum")
         (loss / count).backward()  # type: ignore[no-untyped-call]
@@ -354,6 +381,12 @@ class OneDeviceChecks:
             difference = self._difference(self._model(), microbatches=samples)
         except Exception:  # the model does not accept a single sample
             return None
+        if 0 < difference <= TOLERANCES["float32"].gradient:
+            return (
+                f"on one device, {samples} microbatches of one sample and one batch of {samples} "
+                f"differ by {difference:.1g}, the rounding error of float32: forward converts "
+                "activations to float32. Use --precision float32."
+            )
         if difference:
             return (
                 f"on one device, {samples} microbatches of one sample and one batch of {samples} "
@@ -371,7 +404,7 @@ class OneDeviceChecks:
         torch.manual_seed(seed)
         model.zero_grad()
         inputs, targets = _step(self._workload, 0, self._device)
-        parts = list(torch.arange(len(inputs)).tensor_split(microbatches))
+        parts = list(torch.arange(len(targets)).tensor_split(microbatches))
         loss = _backward(model, inputs, targets, parts)
         trained = [p for p in model.parameters() if p.requires_grad]
         gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad for p in trained]
@@ -386,6 +419,9 @@ class OneDeviceChecks:
         return 0.0 if difference <= TOLERANCES["float64"].gradient else difference
 
 
-def _step(workload: Workload, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    inputs, targets = (tensor.to(device) for tensor in workload.step(number))
-    return inputs.double() if inputs.is_floating_point() else inputs, targets
+def _step(workload: Workload, number: int, device: torch.device) -> tuple[Nested, Tensor]:
+    inputs, targets = workload.step(number)
+    inputs = map_tensors(
+        lambda t: t.to(device, torch.float64 if t.is_floating_point() else None), inputs
+    )
+    return inputs, targets.to(device)

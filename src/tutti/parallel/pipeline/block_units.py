@@ -6,7 +6,7 @@ The forward of most transformers and image models runs a list of blocks, with co
     └────── unit 0 ──────────────┘ └ unit 1 ┘ └ unit 2 ┘               └──── last unit ────┘
 
 A stage runs the model's own forward, so that positions, masks and other arguments of a block are
-computed as always. Modules of other stages are replaced by modules without parameters:
+computed as in the whole model. Modules of other stages are replaced by modules without parameters:
 
 - A module of an earlier stage returns zeros, or its input. When forward reaches the first module of
   the stage, the input of this module is replaced by the tensor from the previous stage.
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tutti.models.lora_layers import is_adapted
 from tutti.parallel.recompute import repeated_blocks
 from tutti.world.errors import UsageError
 
@@ -161,7 +162,7 @@ def _recorded_modules(model: nn.Module, blocks: Collection[str]) -> list[str]:
     recorded: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in recorded)
-        own = next(module.parameters(recurse=False), None) is not None
+        own = next(module.parameters(recurse=False), None) is not None or is_adapted(module)
         if name in blocks or (name and name not in above and own and not inside):
             recorded.append(name)
     return recorded

@@ -213,7 +213,8 @@ class Pipeline(Engine):
             if padding < 0:
                 raise UsageError(
                     f"a microbatch of {len(inputs)} samples does not fit a pipeline that was built "
-                    f"for {self.microbatch_size}"
+                    f"for {self.microbatch_size}: pass microbatch_size={len(inputs)} to "
+                    "build_engine"
                 )
             padded.append(inputs)
             if padding:

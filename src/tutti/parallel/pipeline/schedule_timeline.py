@@ -6,8 +6,8 @@ unit. Communication takes no time. The bubble is the fraction of the total time 
 which ranks are idle. With p ranks, m microbatches and v stages per rank, the bubble is
 
     (p - 1) / (v m + p - 1)       gpipe, 1f1b (v = 1), interleaved: a rank waits for p - 1 forwards
-                                  and backwards, each of which takes 1/v of the time
-    (p - 1) / (3 v m + p - 1)     zero-bubble, zbv: a rank waits only for the first forwards
+                                  and p - 1 backwards of single stages
+    (p - 1) / (3 v m + p - 1)     zero-bubble, zbv: a rank waits only for p - 1 forwards
 
 The order of actions is read from torch's schedule. torch's gpipe and 1f1b have no list of actions
 but run a loop, so their order is computed here; a test compares all orders with recorded runs.

@@ -83,7 +83,7 @@ class TiedWeights:
             if not copies[0].requires_grad:
                 continue  # the parameter is frozen on all ranks
             for copy in copies:
-                if copy.grad is None:  # it is unused in this step, but other ranks expect a tensor
+                if copy.grad is None:  # unused in this step, but other ranks expect a gradient
                     copy.grad = torch.zeros_like(copy)
             parts = [local_shard(copy.grad) for copy in copies if copy.grad is not None]
             # Every rank adds in the same order, so that all copies stay equal bit for bit.
