@@ -96,7 +96,7 @@ def message_sizes(g: Group) -> None:
 def test_given_a_message_of_another_size_then_both_sizes_are_named() -> None:
     for name, text in errors(message_sizes, 2):
         assert name == "ShmRanksDiffer"
-        assert "takes 80 bytes from rank 0 (tag 7), which sent 40" in text
+        assert "80 bytes from rank 0 (tag 7), which sent 40 bytes" in text
 
 
 def wait_for_message(g: Group) -> None:

@@ -74,6 +74,7 @@ def puts_and_gets(heap: symmetric.Heap, left: int, right: int) -> None:
     target = torch.zeros(6, 2)
     t.get(heap.rank, at=3, out=target[:, 0])
     assert torch.equal(target[:, 0], expected) and (target[:, 1] == 0).all()
+    assert heap.stats()["gets"] == 4 and heap.stats()["get_bytes"] == 4 * (24 + 4 + 3 + 6)
     # Writing through a peer's view is a put.
     heap.barrier()
     t.peer(right)[3, 5] = -1.0 - heap.rank

@@ -22,7 +22,7 @@ def test_every_row_has_one_position_on_one_rank() -> None:
                 placed = [(rows.owner(i), rows.position(i)) for i in range(count)]
                 assert len(set(placed)) == count
                 assert all(place < rows.per_rank for _, place in placed)
-                listed = [(r, p) for r in range(size) for p in range(len(rows.of(r)))]
+                listed = [(r, p) for r in range(size) for p in range(len(rows.indices_of(r)))]
                 assert sorted(placed) == sorted(listed)
                 assert all(
                     placed[i] == (r, p) for r in range(size) for p, i in _numbered_rows(rows, r)
@@ -30,7 +30,7 @@ def test_every_row_has_one_position_on_one_rank() -> None:
 
 
 def _numbered_rows(rows: RowPlacement, rank: int) -> list[tuple[int, int]]:
-    return list(enumerate(rows.of(rank).tolist()))
+    return list(enumerate(rows.indices_of(rank).tolist()))
 
 
 def use_distributed_tensors(world: Any) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def _published_rows_are_found(heap: symmetric.Heap) -> None:
             cache.publish(0, torch.ones(3, dtype=torch.float64))
             assert cache.publish(0, torch.full((3,), 2.0, dtype=torch.float64)) == 2
         heap.barrier()
-        indices = cache.local_indices
-        cache.publish_all(indices, indices[:, None].expand(-1, 3).double())
+        indices = cache.local_indices[:, None]  # indices may have any number of dimensions
+        cache.publish_all(indices, indices[..., None].expand(-1, -1, 3).double())
         heap.barrier()
         rows, versions = cache.lookup_many(torch.tensor([[0, 8], [5, 5]]))
         assert rows[..., 2].tolist() == [[0, 8], [5, 5]]

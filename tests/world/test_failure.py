@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hosts import hosts_missing, two_hosts
+from tutti.world.failure import first_error
 from tutti.world.launchers import free_port
 from warm import WarmProcess
 from worlds import clean_environment, run_command, run_tutti, start_warm
@@ -29,6 +30,8 @@ with tutti.init() as world:
             if what == "leave":
                 sys.exit(0)
             if what == "code":
+                import atexit
+                atexit.register(time.sleep, 60)  # other ranks end first, and this rank is stopped
                 sys.exit(7)
             if what == "segfault":
                 import ctypes
@@ -41,7 +44,7 @@ with tutti.init() as world:
             while True:
                 time.sleep(0.1)
                 if world.rank == who:
-                    raise ValueError("nobody is in a collective")
+                    raise ValueError("nobody is in a collective\\nsecond line")
         if step == 20:
             print(f"running {os.getpid()}", flush=True)
         dist.all_reduce(x)
@@ -139,6 +142,7 @@ def test_a_failure_outside_of_any_collective_is_printed_once_and_ends_all(progra
     done = run_tutti("run", "-n", 2, program, "alone", 1)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "ValueError: nobody is in a collective …; the other 1 was stopped" in done.stderr
 
 
 def test_a_rank_whose_output_is_hidden_still_shows_its_traceback(program: Path) -> None:
@@ -228,3 +232,21 @@ def test_a_script_may_destroy_the_process_group_itself(tmp_path: Path) -> None:
     )
     done = run_tutti("run", "-n", 2, script)
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_the_first_error_in_the_output_is_not_that_of_a_rank_that_lost_its_peer() -> None:
+    """The lines of two ranks alternate, and the rank that lost its peer comes first."""
+    lost = "[rank 0] [rank0]: "
+    failed = "[rank 1] [rank1]: "
+    lines = [
+        "[rank 0] step 1",
+        f"{lost}Traceback (most recent call last):",
+        f"{failed}Traceback (most recent call last):",
+        f"{lost}RuntimeError: Connection closed by peer [127.0.0.1]:22153",
+        f"{failed}ValueError: a message",
+        f"{failed}of two lines",
+        "tutti run: rank 1 on host failed with exit code 1",
+    ]
+    assert first_error(lines) == [lines[2], lines[4], lines[5]]
+    assert first_error(lines[:2] + lines[3:4]) == [lines[1], lines[3]]
+    assert first_error(["[rank 0] step 1"]) == []

@@ -180,6 +180,22 @@ def test_another_traceback_after_ctrl_c_is_shown(tmp_path: Path) -> None:
     assert errors.count("ValueError: could not save") == 2
 
 
+def test_a_rank_that_ended_before_the_failed_rank_is_named(tmp_path: Path) -> None:
+    """Without tutti.init, a rank that ends early is only seen by `tutti run`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os._exit(0)\n"
+        "time.sleep(1)\n"
+        "raise SystemExit(5)\n"
+    )
+    done = run_tutti("run", "-n", 2, script)
+    assert done.returncode == 5
+    assert "failed with exit code 5 (rank 1 had ended before, with exit code 0)" in done.stderr
+    assert "stopped because" not in done.stderr
+
+
 @pytest.mark.parametrize("shown", ["first", "all"])
 def test_the_error_of_a_hidden_rank_is_shown(tmp_path: Path, shown: str) -> None:
     script = tmp_path / "script.py"
@@ -208,7 +224,7 @@ def test_the_error_of_a_hidden_rank_is_shown(tmp_path: Path, shown: str) -> None
         (["-n", "two", "SCRIPT"], "-n/--ranks 'two' is not a number"),
         (["--rank", "2", "SCRIPT"], "no flag --rank: did you mean --ranks?"),
         (["--show", "some", "SCRIPT"], "--show must be one of all, first, got 'some'"),
-        (["--ranks-per-gpu", "2", "SCRIPT"], "no GPU is visible on this host"),
+        (["--ranks-per-gpu", "2", "SCRIPT"], "no GPU is visible"),
         (["--log-dir", "/proc/nowhere", "SCRIPT"], "--log-dir /proc/nowhere"),
     ],
 )

@@ -126,6 +126,9 @@ def test_a_notebook_and_its_next_cell(tmp_path: Path) -> None:
         run_cell("factor = 5")
         assert "[0, 5]" in run_cell("tutti.spawn(rank, ranks=2, show='first')")
         assert "ZeroDivisionError" in run_cell("tutti.spawn(lambda: 1 // 0, ranks=1)")
+        short = f"pixels=8, steps=3, evaluate=False, device='cpu', out={str(tmp_path / 'run')!r}"
+        trained = run_cell(f"tutti.train('lenet', ranks=2, {short})['steps']")
+        assert "step 3/3: loss" in trained and trained.rstrip().endswith("3")
         assert "still here" in run_cell("print('still here')")
     finally:
         client.stop_channels()

@@ -45,7 +45,7 @@ UNCONVERTED = frozenset(
 
 
 def to_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as every backend can send it: flat, and as bytes if necessary.
+    """Return the tensor in a form that every backend can send: flat, as bytes if necessary.
 
     If the tensor is contiguous and is not a lazy conjugate or negative view, the result shares the
     tensor's memory and can also be used as a receive buffer.
@@ -78,6 +78,7 @@ class WireReduction:
         self.dtype = dtype
         # NCCL has no bitwise reductions.
         self.by_bits = op in _ON_BITS and backend == "nccl"
+        # gloo and NCCL cannot reduce int16, so int16 is sent as int32.
         self.widens = dtype == torch.int16 and backend != "shm" and not self.by_bits
         # Not every version of gloo has a mean. NCCL and shm divide while they reduce.
         self.divides = op == "mean" and backend not in ("nccl", "shm")

@@ -55,7 +55,7 @@ def _other_ranks(call: Operation) -> str:
     """Return a description of what the other ranks do. Missing ranks come first."""
     comm_group = call.comm_group
     peers = [rank for rank in range(comm_group.size) if rank != comm_group.rank]
-    if call.is_message and call.root >= 0:
+    if call.is_p2p and call.root >= 0:
         peers = [call.root]
     arrived, reports = [], []
     for rank in peers:
@@ -78,7 +78,7 @@ def _missing(call: Operation, rank: int) -> str | None:
     process = _process_of(comm_group, rank)
     if isinstance(process, str):
         return process
-    if call.is_message:  # each rank counts only its own messages, so counts cannot be compared
+    if call.is_p2p:  # each rank counts its own sends and receives, so counts cannot be compared
         return f"has not called the matching send or recv ({_state(process, comm_group)})"
     in_group = [record for record in process.records if record.group_name == comm_group.name]
     collectives = [record for record in in_group if record.operation not in ("send", "recv")]
@@ -157,7 +157,7 @@ def _compare_calls(calls: Sequence[Operation]) -> None:
     """Compare the operations that this rank is about to send with the operations of other ranks."""
     by_group: dict[CommGroup, list[dict[str, Any]]] = {}
     for call in calls:
-        if call.is_message:
+        if call.is_p2p:
             continue
         shape = None if call.tensor is None else list(call.tensor.shape)
         if call.splits is not None and shape is not None:

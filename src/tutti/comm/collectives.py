@@ -2,8 +2,9 @@
 
 Ranks (`root`, `to`, `source`) are ranks in the group, not in the world. Except for send and recv,
 all ranks of the group must make the same calls in the same order. A call returns its result. With
-`wait=False`, a call immediately returns a Handle. Tensors may be non-contiguous and of any dtype
-that torch has. The reductions are sum, mean, product, min, max, band, bor and bxor.
+`wait=False`, a call immediately returns a Handle. Tensors may be non-contiguous. Every dtype can be
+sent; reductions refuse some dtypes, for example float8. The reductions are sum, mean, product, min,
+max, band, bor and bxor.
 """
 
 import math
@@ -230,8 +231,8 @@ def barrier(*, group: Group = None, wait: bool = True) -> Result:
 def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
     """Return the tensors of all ranks, in rank order. Their sizes along dim 0 may differ.
 
-    The function uses two collectives. The first one exchanges the lengths. The second one exchanges
-    the rows, padded to the longest length.
+    The function uses two collectives. The first collective exchanges the lengths. Then each rank
+    pads its tensor to the longest length, and the second collective exchanges the padded tensors.
     """
     comm_group = comm_group_of(group)
     if tensor.dim() == 0:
@@ -269,9 +270,9 @@ def broadcast_coalesced(
 def _flat_buckets(tensors: Tensors, bucket_bytes: float) -> Iterator[Tensor]:
     """Yield one flat tensor per bucket, which the caller may change in place.
 
-    When the caller asks for the next bucket, the data of the last bucket is copied to its tensors.
-    A bucket contains tensors of one dtype, in the given order. The tensor that reaches
-    `bucket_bytes` ends its bucket, as in DDP. Tensors are not split.
+    When the caller asks for the next bucket, the data of the previous bucket is copied back to the
+    caller's tensors. A bucket contains tensors of one dtype, in the given order. Tensors are added
+    to a bucket until its size is at least `bucket_bytes`, as in DDP. Tensors are not split.
     """
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         buckets: list[list[Tensor]] = [[]]

@@ -172,7 +172,7 @@ def _batches(calls: Sequence[Operation], small: int) -> list[list[Operation]]:
     for call in calls:
         on_nccl = call.is_on_stream and call.comm_group.backend("cuda") == "nccl"
         if on_nccl and call.kind in _COALESCED:
-            kind = "messages" if call.is_message else call.kind
+            kind = "p2p" if call.is_p2p else call.kind
             key = kind, id(call.comm_group), call.device
             by_nccl.setdefault(key, []).append(call)
         else:
@@ -198,7 +198,7 @@ def _nccl_group(batch: list[Operation]) -> list[Handle]:
 
 def _refuse_overlaps(operations: Sequence[Operation]) -> None:
     """Raise UsageError if an operation writes memory that another operation in the block uses."""
-    spans = []
+    spans = []  # (first address, end address, is written, operation number)
     for number, call in enumerate(operations):
         used = {id(t): (t, False) for t in (call.tensor, call.source) if t is not None}
         used |= {id(t): (t, True) for t in (call.target, call.result) if t is not None}
@@ -206,8 +206,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
-    # Both variables are (end, operation number) of the span with the highest end so far. `furthest`
-    # considers all spans, `written` only the spans that an operation writes.
+    # `furthest` is (end address, operation number) of the span with the highest end address so far.
+    # `written` is the same for the spans that an operation writes.
     furthest = written = (0, -1)
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):

@@ -8,9 +8,8 @@ realtime. This module does not import torch.
 Ledgers have one layout and one reader (`read_process`), but two writers: this module and
 shm/core/ledger.c. Neither writer sees all operations. Operations on gloo and NCCL never reach the C
 core, which does not exist on a machine without a compiler. Calls of torch.distributed on the shm
-backend (for example by DDP or FSDP) never reach tutti.comm. In addition, the C code of peers reads
-the core's entries without holding the GIL. If both writers have recorded an operation, the reader
-shows the operation once (`_is_within`).
+backend (for example by DDP or FSDP) never reach tutti.comm. If both writers have recorded an
+operation, the reader shows the operation once (`_is_within`).
 """
 
 import atexit
@@ -33,26 +32,29 @@ from typing import Any
 from tutti.comm.shm import native
 from tutti.machine.environment import boot_id
 
-# The operations, dtypes and reductions of the enums in shm/core/tutti_shm.h, in the same order. The
-# names are those of torch and tutti.comm.
+# The operations, dtypes and reductions of the enums in shm/core/tutti_shm.h, in the same order,
+# with the names that torch and tutti.comm use.
 KINDS = native.KINDS
 _TORCH_NAMES = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
 DTYPES = tuple(  # the last name, bytes, stands for every other dtype
     re.sub(r"^[a-z]+(?=\d)", lambda prefix: _TORCH_NAMES[prefix[0]], name) for name in native.DTYPES
 )
 REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIONS)
-# A streamed operation is enqueued on a CUDA stream. The ledger does not record when it completes.
+# A streamed operation is enqueued on a CUDA stream. The ledger does not record when the operation
+# completes.
 STATES = ("begun", "waiting", "done", "failed", "streamed")
 BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 
 ENTRIES = 256
 _LABEL = "tutti-ledger"
 _MAGIC = b"TUTTISHM"
-# Fields: magic, abi, entries, rank, size, pid, token, bytes, ledger offset, entry bytes, location
-# offset, created (realtime), group name.
+# The fields of `tutti_header` in shm/core/ledger.h: magic, version of the layout, number of
+# entries, rank, size of the group, pid, token, bytes of the file, offset of the first entry, bytes
+# of an entry, offset of the location, time of creation (realtime), group name.
 _HEADER = struct.Struct("<8sIIiiqQQQQQq128s")
-# Fields: number (from 1; the entry is at (number - 1) % entries), sequence, kind, dtype, reduction,
-# root or peer, tag, state, bytes, begun, begun (realtime), ended, fingerprint, call site.
+# The fields of `tutti_entry` in shm/core/ledger.h: number (from 1; the entry is at index
+# (number - 1) % entries), sequence, kind, dtype, reduction, root or peer, tag, state, bytes, begun,
+# begun (realtime), ended, fingerprint, call site.
 _ENTRY = struct.Struct("<QQIIIiIIQQQQQ16x96s")
 _LOCATION = struct.Struct("<QQ256s")  # fields: version (odd while being written), time, text
 _LOCATION_AT, _ENTRIES_AT = 256, 1024
@@ -106,7 +108,7 @@ class GroupLedger:
         return (monotonic_ns() - self._words[at + _BEGUN_AT // 8]) / 1e9
 
     def write_location(self, text: str) -> None:
-        """Write the source line at which the main thread is."""
+        """Record the source line that the main thread executes."""
         self._location_version += 2
         entry = (monotonic_ns(), _clipped(text, 256))
         _LOCATION.pack_into(self._memory, _LOCATION_AT, self._location_version - 1, *entry)
@@ -123,7 +125,8 @@ class GroupLedger:
         self._map(mmap.mmap(-1, _BYTES))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # A ledger may live until the interpreter ends, when the name `os` no longer exists.
+        # `close` is a default argument, because a ledger may live until the interpreter ends, when
+        # the name `os` no longer exists.
         if getattr(self, "_file", -1) >= 0:
             close(self._file)
 
@@ -216,8 +219,9 @@ def shown_path(filename: str) -> str:
 def record_location(backend: str, write: Callable[[str], None]) -> None:
     """Call `write` once a second, from a thread, with the location of the main thread.
 
-    `write` stores the location in memory that other processes can read, so that the error of a
-    timeout can name the line at which a late rank is. Each backend has one `write` function.
+    The location is the source line that the main thread executes. `write` stores it in memory that
+    other processes can read, so that the error of a timeout can name the source line of a late
+    rank. Each backend has one `write` function.
     """
     global _recording_process
     _location_writers[backend] = write
@@ -260,7 +264,7 @@ _MEMFD = re.compile(r"/memfd:(tutti-ledger|tutti-shm):(.*) \(deleted\)")
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """One operation of one process. Ages refer to the time when the ledger was read."""
+    """One operation of one process. An age is the time in seconds until the ledger was read."""
 
     operation: str
     group: str  # the label that is shown to users
@@ -352,7 +356,7 @@ def _read_ledger(
             magic, _, entries, rank, size, owner, *rest, name = _HEADER.unpack(head)
             _, _, ledger_at, entry_bytes, location_at, _ = rest
             if magic != _MAGIC or owner != pid or entry_bytes != _ENTRY.size:
-                return label, None  # the segment of a peer, or a layout of another version
+                return label, None  # the segment of a peer, or the layout of another version
             raw = b""
             for _ in range(6):  # if two reads differ, an entry was being written
                 before, raw = raw, os.pread(file.fileno(), entries * entry_bytes, ledger_at)

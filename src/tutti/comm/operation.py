@@ -40,7 +40,7 @@ class CollectiveError(RuntimeError):
 
 
 class CollectiveTimeout(CollectiveError):
-    """Ranks did not arrive in time. The message names the operation and each late rank's line."""
+    """Ranks are late. The message names the operation and the source line of each late rank."""
 
 
 class CollectiveMismatch(CollectiveError, RanksDiffer):
@@ -48,7 +48,10 @@ class CollectiveMismatch(CollectiveError, RanksDiffer):
 
 
 class CommGroup:
-    """A process group with the counts and path choices that tutti.comm keeps for it on this rank.
+    """A process group, and the state that tutti.comm keeps for the group on this rank.
+
+    The state consists of counts of operations, the ledger, and the tables by which the path of an
+    operation is chosen (path_selection.py).
 
     A CommGroup holds no strong reference to the process group, because torch ends the threads of a
     process group when the last reference is gone.
@@ -65,11 +68,11 @@ class CommGroup:
         self.size = group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.collectives = 0  # number of collectives begun so far, which is the same on all ranks
-        self.messages = 0  # number of sends and receives that this rank has begun
+        self.p2p_operations = 0  # number of sends and receives that this rank has begun
         self.comparisons = 0  # number of comparisons of calls between ranks (debug mode)
         self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
         self.has_symmetric_memory: bool | None = None  # None means not checked yet
-        self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
+        self.symmetric_stream: int | None = None  # the stream of the one-shot kernels
         self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
 
     @property
@@ -142,13 +145,14 @@ def _add_group(group: object) -> CommGroup:
     if isinstance(group, int):
         raise UsageError("this rank is not in the group. Only its ranks may call collectives.")
     if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(f"group={group!r} must be a process group, such as from dist.new_group()")
+        raise UsageError(f"group={group!r} must be a process group, as dist.new_group() returns")
     key = id(group)
     comm_group = _known_groups[key] = CommGroup(group)
     weakref.finalize(group, _known_groups.pop, key, None).atexit = False
     world = c10d.GroupMember.WORLD
     if world is not None and (_announced_world is None or _announced_world() is not world):
-        # Publish this rank's process in the store, so that errors on other ranks can name it.
+        # Publish the address of this process in the store, so that other ranks can read the ledger
+        # of this rank for their error messages.
         _announced_world = weakref.ref(world)
         ledger.record_location("comm", comm_group_of(None).ledger.write_location)
         address = json.dumps(ledger.process_address())
@@ -183,7 +187,7 @@ class Operation:
     site: CallSite = b""
 
     @property
-    def is_message(self) -> bool:
+    def is_p2p(self) -> bool:
         return self.kind in ("send", "recv")
 
     @property
@@ -205,7 +209,7 @@ class Operation:
         return self.site.decode(errors="replace") or "unknown"
 
     def traced(self, phase: str) -> torch.profiler.record_function:
-        """Return a context manager that adds an event, named as in Tag, to a trace."""
+        """Return a context manager that adds an event to a trace. See Tag for the event's name."""
         return torch.profiler.record_function(
             f"tutti::{self.kind}|phase={phase}|group={self.comm_group.label}|bytes={self.bytes}"
             f"|dtype={self.dtype_name}|seq={self.sequence}|ranks={self.comm_group.size}"
@@ -273,7 +277,7 @@ def record(operation: Operation, state: int) -> int:
     if kind < _SEND:
         comm_group.collectives = sequence = comm_group.collectives + 1
     else:
-        comm_group.messages = sequence = comm_group.messages + 1
+        comm_group.p2p_operations = sequence = comm_group.p2p_operations + 1
     operation.sequence = sequence
     tensor = operation.tensor
     dtype = _BYTES_DTYPE if tensor is None else _DTYPE_NUMBERS.get(tensor.dtype, _BYTES_DTYPE)
@@ -309,7 +313,8 @@ class Handle:
         self.operation, self.work = operation, work
         self._number = number
         self._is_finished = False
-        self.cannot_wait = ""  # the reason, while the comm.group() block is open or if it failed
+        # Why wait() is refused: the comm.group() block is open, or has failed. Otherwise "".
+        self.cannot_wait = ""
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
 

@@ -179,10 +179,16 @@ def parse(text: str) -> Table:
         raise ValueError(f"a field is wrong or missing: {error}") from None
     for row in rows:
         if row.path not in PATHS or row.op not in KINDS or row.device not in ("cpu", "cuda"):
-            raise ValueError(f"it has a row for {row.op} on {row.device} with path {row.path}")
+            raise ValueError(
+                f"its row for {row.op} on {row.device} with path {row.path} has an unknown "
+                "operation, device or path"
+            )
         sizes: list[Any] = [row.from_bytes, 0 if row.to_bytes is None else row.to_bytes]
         if not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise ValueError(f"it has sizes {row.from_bytes} to {row.to_bytes}")
+            raise ValueError(
+                f"its row for {row.op} is for {row.from_bytes} to {row.to_bytes} bytes, but sizes "
+                "must be whole numbers of at least 0"
+            )
     return table
 
 
@@ -206,7 +212,8 @@ def choose(
         return Choice(row.path, _figures(row, table))
     for row in DEFAULTS:
         if row.covers(op, device, size) and row.path in available:
-            return Choice(row.path, "the default, not measured (`tutti bench tune` measures)")
+            reason = "the default, because nothing was measured (use `tutti bench tune`)"
+            return Choice(row.path, reason)
     return Choice(next(iter(available)), "the first path available, because nothing was measured")
 
 
@@ -332,14 +339,14 @@ def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
     try:
         table = load(comm_group.size)
     except UsageError as error:
-        warnings.warn(f"{error}. The defaults are used instead.", stacklevel=2)
+        warnings.warn(f"{error} The default paths are used instead.", stacklevel=2)
         table = None
     comm_group.store.set(key, "" if table is None else table.to_json())
     return table
 
 
 class _KernelWork:
-    """The Work of an operation that runs as a kernel on the stream that was current at the call."""
+    """The Work of an operation that was launched as a kernel on the current stream."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self._result = result

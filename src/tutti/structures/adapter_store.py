@@ -18,7 +18,7 @@ _COPY_ATTEMPTS = 100  # a copy is repeated if the slot's owner changes the slot 
 _ALIGNMENT = 64  # tensors begin at multiples of this number of bytes
 _NAME_BYTES = 120
 _RECORD_BYTES = 192  # size of the record of a slot; 24 + _NAME_BYTES bytes are used
-_CELL_BYTES = 320  # size of the announcement: a cell (structures.h) that holds a name
+_CELL_BYTES = 320  # size of the announcement: a cell (cell.h) that holds a name
 
 
 @dataclass(eq=False)
@@ -69,7 +69,9 @@ class Adapter(Mapping[str, torch.Tensor]):
     def __enter__(self) -> "Adapter":
         with self._lock:
             if (self._slot.name, self._slot.version) != (self.name, self.version):
-                raise UsageError(f"adapter {self.name!r} has left its slot: call active() again")
+                raise UsageError(
+                    f"adapter {self.name!r} is no longer in its slot: call active() again"
+                )
             self._slot.pins += 1
         return self
 
@@ -146,7 +148,8 @@ class AdapterStore(Structure):
             self._slots.append(Slot(number, tensors))
         self._active_slots: tuple[Slot, ...] = ()  # the active slot and the previous one
         self._current: Adapter | None = None
-        self._last_followed = self._epoch = 0
+        self._last_followed = 0  # number of the last announcement that this rank has followed
+        self._epoch = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-adapters")
         self._counts = dict.fromkeys(("puts", "fetched", "resident", "late", "again", "evicted"), 0)
         heap.barrier()
@@ -219,8 +222,8 @@ class AdapterStore(Structure):
     def active(self) -> Adapter:
         """Return the active adapter.
 
-        This is the adapter that this rank activated last, or one that another rank has activated
-        everywhere since then.
+        This is the adapter that this rank activated last, unless another rank has called
+        `activate(name, everywhere=True)` since then.
         """
         if self.closed:
             self._check_open()
@@ -229,7 +232,7 @@ class AdapterStore(Structure):
         if announcement > self._last_followed:
             self._follow_announcement()
         if self._current is None:
-            raise LookupError("no adapter is active: activate one first")
+            raise LookupError("no adapter is active: call activate() first")
         return self._current
 
     def _ensure_resident(self, name: str) -> None:
@@ -282,7 +285,11 @@ class AdapterStore(Structure):
             return [slot.name for slot in self._slots if slot.version]
 
     def stats(self) -> dict[str, int]:
-        """Return this rank's counts. `late` counts activations that had to wait for a copy."""
+        """Return this rank's counts.
+
+        `resident` counts prefetches of adapters that this rank already had, `late` counts
+        activations that had to wait for a copy, and `again` counts copies that were repeated.
+        """
         return self._counts | {"epoch": self._epoch, "slots": self.slots}
 
     def _release(self) -> None:

@@ -49,7 +49,7 @@ class RowPlacement:
         self.check(index)
         return index // self.size if self.cyclic else index % self.per_rank
 
-    def of(self, rank: int) -> torch.Tensor:
+    def indices_of(self, rank: int) -> torch.Tensor:
         """Return the indices of a rank's rows, in the order of their positions."""
         if self.cyclic:
             return torch.tensor(range(rank, self.rows, self.size), dtype=torch.int64)
@@ -97,7 +97,7 @@ class DistributedTensor(Structure):
         self.rows = RowPlacement(rows, heap.size, placement)
         self.shape, self.dtype = torch.Size(shape), dtype
         self._table = self._zeros((self.rows.per_rank, self.columns), dtype)
-        self.local_indices = self.rows.of(heap.rank)  # indices of the rows in `local`, in order
+        self.local_indices = self.rows.indices_of(heap.rank)  # in the order of the rows in `local`
         self._counts = dict.fromkeys(("gathered", "scattered", "added"), 0)
         self._native = None
         if heap.device.type == "cpu":
@@ -183,7 +183,7 @@ class DistributedTensor(Structure):
         self._check_open()
         full = torch.empty(self.shape, dtype=self.dtype, device=self.heap.device)
         for rank in range(self.size):
-            indices = self.rows.of(rank)
+            indices = self.rows.indices_of(rank)
             if len(indices):
                 full[indices.to(full.device)] = self._table.peer(rank)[: len(indices)]
         return full

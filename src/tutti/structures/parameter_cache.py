@@ -36,7 +36,7 @@ class ParameterCache(Structure):
     ) -> None:
         super().__init__(heap, cpu_only=True)
         self.rows = RowPlacement(rows, heap.size, placement)
-        self.local_indices = self.rows.of(heap.rank)  # the rows that this rank owns
+        self.local_indices = self.rows.indices_of(heap.rank)  # the rows that this rank owns
         self.columns, self.dtype = columns, dtype
         row_bytes = columns * dtype.itemsize
         # Each row has its own cache lines, so publishing a row does not slow down the readers of
@@ -82,9 +82,13 @@ class ParameterCache(Structure):
         )
 
     def publish_all(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
-        """Publish each of these rows separately. This rank must own them."""
+        """Publish `rows[i]` as the next version of row `indices[i]`, one row after another.
+
+        This rank must own the rows. `rows` has shape (*indices.shape, columns).
+        """
         self._check_tensor("rows", rows, (*indices.shape, self.columns))
-        for index, row in zip(indices.tolist(), rows, strict=True):
+        flat_rows = rows.reshape(-1, self.columns)
+        for index, row in zip(indices.reshape(-1).tolist(), flat_rows, strict=True):
             self.publish(index, row)
 
     def lookup(self, index: int, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,10 +25,10 @@ class CachedValue:
 
 
 class HostTier:
-    """One tier of the cache: values in the order of their last use. A tier never evicts by itself.
+    """One tier of the cache: values in the order of their last use.
 
     The values are in ordinary host memory (page-locked if the heap is on a GPU) and take at most
-    `limit` bytes together.
+    `limit` bytes together. PooledCache decides which values to evict from a tier.
     """
 
     name = "host"

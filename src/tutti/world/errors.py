@@ -8,8 +8,8 @@ from typing import Any
 # Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
 # pull container images and mount file systems.
 START_TIMEOUT = 300.0
-# Seconds after which a collective fails, which is longer than any step or checkpoint takes.
-# liveness.py detects the death of a rank sooner.
+# Seconds after which a collective fails. No step and no checkpoint should take longer. liveness.py
+# detects the death of a rank sooner.
 TIMEOUT = 600.0
 
 

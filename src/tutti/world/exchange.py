@@ -1,7 +1,7 @@
 """Exchanges small values between ranks as JSON, and checks that recipe and model are the same.
 
 torch's object collectives unpickle the bytes that a peer sent, which lets the peer run code in this
-process. Parsing JSON does not.
+process. Parsing JSON runs no code of the peer.
 """
 
 import hashlib
@@ -126,8 +126,8 @@ def check_same(
         if len(different) > 1:
             which = f"{name_ranks(different)} (rank {different[0]} is on {host})"
         raise RanksDiffer(
-            f"the {item} of {which} differ{'s' * (item != 'parameters')} from the other {count}, "
-            f"in {where}. {_CURES[item]}."
+            f"the {item} of {which} differ{'s' * (item != 'parameters')} from the other {count} "
+            f"ranks, in {where}. {_CURES[item]}."
         )
 
 

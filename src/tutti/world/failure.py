@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +34,7 @@ _LOST_PEER = re.compile(
     r"|closed the group|of group .* has died",
     re.IGNORECASE,
 )
+_RANK_PREFIX = re.compile(r"(\[rank ?\d+\]:? ?)+")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -73,21 +74,25 @@ class FailureHandler:
         liveness.leave()
 
     def handle(self, error: BaseException) -> None:
-        """Report an exception that ends this rank. Only the rank that failed first prints it."""
+        """Report an exception that ends this rank.
+
+        Only the rank that failed first prints its exception.
+        """
         if error is self._handled or self.liveness is None or self._closed:
             return
         self._handled, self.failed = error, True
         if isinstance(error, KeyboardInterrupt):  # every rank was interrupted and none has failed
             print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
             return
-        details = ""
+        details, code = "", None
         if isinstance(error, EXPLAINED_ERRORS):
             summary, _, details = str(error).partition("\n")
             details, error.printed = f"{details}\n" if details else "", True
         elif isinstance(error, SystemExit):
             summary = f"it ended with exit code {error.code}"
+            code = error.code if isinstance(error.code, int) else 1
         else:
-            summary = "".join(traceback.format_exception_only(error)).strip()
+            summary = _one_line(error)
             details = "".join(traceback.format_exception(error))
         failure = Failure(self._rank, self._host, summary)
         first = self._cause(error, self.liveness) or self.liveness.report_failure(failure)
@@ -97,11 +102,11 @@ class FailureHandler:
             self._print_stopped(first, summary)
             details = ""
         print(details, end="", file=sys.stderr, flush=True)
-        self._write_report(first, details)
+        self._write_report(first, details, code)
 
     def on_failure(self, first: Failure) -> None:
         """Called in a thread after a failure. End the process if the main thread does not end."""
-        # The main thread most likely fails by itself now, with a better message than the one below.
+        # In most cases the main thread now fails by itself, with a better message than this method.
         time.sleep(_GRACE_SECONDS)
         if self._closed:
             return
@@ -139,10 +144,20 @@ class FailureHandler:
             text = f"{reason}: {other} failed first: {first.summary}"
         print(f"{self._name} stopped{text}", file=sys.stderr, flush=True)
 
-    def _write_report(self, first: Failure, details: str) -> None:
+    def _write_report(self, first: Failure, details: str, code: int | None = None) -> None:
+        """Write the report for `tutti run`. `code` is the exit code that the program asked for."""
         if self._report is not None:
+            report = {**asdict(first), "details": details, "code": code}
             with contextlib.suppress(OSError):  # the launcher has ended and removed its directory
-                write_atomically(self._report, json.dumps({**asdict(first), "details": details}))
+                write_atomically(self._report, json.dumps(report))
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    if isinstance(error, SyntaxError):  # the lines before the message show the position
+        return lines[-1]
+    return lines[0] + " …" * (len(lines) > 1)
 
 
 def print_usage_errors(hook: _Hook) -> _Hook:
@@ -162,3 +177,24 @@ def print_usage_errors(hook: _Hook) -> _Hook:
             raise SystemExit(2)
 
     return excepthook
+
+
+def first_error(lines: Sequence[str]) -> list[str]:
+    """Return the lines of the first traceback in the output of ranks, or [] if there is none.
+
+    A traceback that reports the loss of a connection is a consequence of another rank's error. Such
+    a traceback is returned only if there is no other one. Lines of different ranks may alternate.
+    They are told apart by the prefixes of `tutti run` and torch, for example `[rank 1] [rank1]: `.
+    """
+    found: list[list[str]] = []
+    last: dict[str, list[str]] = {}  # the last traceback of each prefix
+    for line in lines:
+        match = _RANK_PREFIX.match(line)
+        prefix = match[0] if match is not None else ""
+        if line[len(prefix) :].startswith("Traceback (most recent call last)"):
+            last[prefix] = []
+            found.append(last[prefix])
+        if prefix in last:
+            last[prefix].append(line)
+    causes = [each for each in found if not _LOST_PEER.search(" ".join(each))]
+    return next(iter(causes or found), [])

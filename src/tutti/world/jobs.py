@@ -21,8 +21,9 @@ def slurm_script(
 ) -> str:
     """Return an sbatch script. `directives` maps long flags to values, or to None for no flag."""
     if nodes < 1 or ranks_per_node < 1:
-        raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node must be at least 1")
-    # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job, so srun needs it.
+        raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node: use 1 or more")
+    # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job, so srun needs the
+    # flag too.
     cpus = f" --cpus-per-task={cpus_per_rank}" if cpus_per_rank else ""
     counts = {
         "nodes": str(nodes),

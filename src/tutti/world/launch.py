@@ -31,12 +31,12 @@ from tutti.world.gpu_sharing import mps_daemon, shared_gpu_variables
 from tutti.world.launchers import free_port, without_launcher_variables
 from tutti.world.placement import refuse_more_ranks_than_gpus
 
-# The least memory of a rank, to refuse numbers of ranks that cannot work. An idle Python
-# interpreter needs about 10 MB, and a rank that imports torch needs over 100 MB.
+# The least memory that a rank can have. A larger number of ranks than fits into the memory is
+# refused. An idle Python interpreter needs about 10 MB, and a rank with torch over 100 MB.
 _BYTES_PER_RANK = 16 << 20
 # File descriptors per rank: a pidfd, both ends of two pipes, and a log file.
 _FILES_PER_RANK = 6
-_OWN_FILES = 64
+_OWN_FILES = 64  # file descriptors for everything else in this process
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LocalWorld:
     timeout: float = TIMEOUT
     grace: float = 5.0
     reported_codes: Sequence[int] = (2,)
-    """Exit codes without a crash: rank 0 prints the reason, and all ranks end by themselves."""
+    """Exit codes that are not crashes: rank 0 prints the reason, and all ranks end normally."""
 
     def check(self) -> None:
         """Raise UsageError for settings that cannot work, before any process is started."""
@@ -71,7 +71,7 @@ class LocalWorld:
             refuse_more_ranks_than_gpus(self.ranks, gpus, self.ranks_per_gpu, os.uname().nodename)
         elif self.device == "cuda" or self.ranks_per_gpu > 1:
             flag = "--device cuda" if self.device == "cuda" else "--ranks-per-gpu"
-            raise UsageError(f"{flag} needs a GPU, but no GPU is visible on this host. Omit it.")
+            raise UsageError(f"{flag} needs a GPU, but no GPU is visible here. Omit the flag.")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended. Return 0 or the exit code of the first failed rank."""
@@ -151,7 +151,8 @@ def _report(text: str) -> None:
 # After the first failure, the other ranks have this long to end by themselves and write their own
 # reports. Then SIGTERM is sent.
 _SETTLE_SECONDS = 0.5
-# The same time, but for exit codes in `reported_codes`, after which all ranks end by themselves.
+# The same limit after an exit code in `reported_codes`. It is longer, because then all ranks end by
+# themselves.
 _REPORTED_SECONDS = 5.0
 # Time between SIGTERM and SIGKILL after a failure.
 _FAILED_GRACE_SECONDS = 5.0
@@ -228,6 +229,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._first_to_fail: _Rank | None = None
+        self._ended_before: list[int] = []  # ranks that ended with exit code 0 before that rank
         self._reports: dict[int, dict[str, Any]] = {}  # the reports that failed ranks have written
         self.stopped_by: signal.Signals | None = None
         # Signals that are sent to all ranks later: (value of time.monotonic(), signal).
@@ -301,6 +303,8 @@ class Supervisor:
     def _on_end(self, rank: _Rank) -> None:
         self._selector.unregister(rank.pidfd)
         rank.reap()
+        if rank.code == 0 and self._first_to_fail is None:
+            self._ended_before.append(rank.number)
         if rank.code != 0 and self._first_to_fail is None and self.stopped_by is None:
             self._first_to_fail = rank
             reported = rank.code in self._world.reported_codes
@@ -353,13 +357,15 @@ class Supervisor:
                 self._print_hidden_traceback()
             return code
         text, details = self.failure() or ("", "")
-        were = "was" if count == 2 else "were"
-        others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""
+        stopped = count - 1 - len(self._ended_before)
+        were = "was" if stopped == 1 else "were"
+        others = f"; the other {stopped} {were} stopped because of it" if stopped else ""
         _report(text + others)
         if not is_shown:
             print(details, end="", file=sys.stderr, flush=True)
         if failed.code is None or failed.code == 0 or failed.stopped_by_us:
-            return 1
+            # The rank had not ended when it was stopped, but it may have reported its exit code.
+            return self._reports.get(failed.number, {}).get("code") or 1
         return failed.code if failed.code > 0 else 128 - failed.code
 
     def failure(self) -> tuple[str, str] | None:
@@ -375,7 +381,12 @@ class Supervisor:
             last_lines = b"".join(self._output.errors[failed.number].tail)
             details = last_lines.decode(errors="replace")
         name = f"rank {failed.number} on {os.uname().nodename}"
-        return f"{name} {failed.how_it_ended()}{f': {summary}' if summary else ''}", details
+        text = f"{name} {failed.how_it_ended()}{f': {summary}' if summary else ''}"
+        # A rank that ends early is often the reason why others lose their connection to it.
+        if early := [number for number in self._ended_before if number != failed.number]:
+            shown = ", ".join(map(str, early[:8])) + " …" * (len(early) > 8)
+            text += f" (rank{'s' * (len(early) > 1)} {shown} had ended before, with exit code 0)"
+        return text, details
 
     def usage_error(self) -> str | None:
         """Return the message of a UsageError that ended the ranks, or None."""
@@ -436,7 +447,7 @@ class RankOutput:
                     self._logs.append((log_dir / f"rank{rank}.log").open("wb", buffering=0))
             except OSError as error:
                 raise UsageError(
-                    f"--log-dir {log_dir} cannot be used ({error.strerror}). Choose another one."
+                    f"--log-dir {log_dir} cannot be used ({error.strerror}). Name another folder."
                 ) from None
 
     def shows(self, rank: int) -> bool:

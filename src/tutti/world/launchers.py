@@ -60,7 +60,8 @@ def identify(env: Environment) -> Identity:
                 raise UsageError(
                     f"two launchers disagree: RANK={identity.rank} WORLD_SIZE={identity.size}, but "
                     f"{rank_variable}={other.rank} {size_variable}={other.size}. Unset RANK and "
-                    f"WORLD_SIZE to use {other.launcher}, or unset the other two."
+                    f"WORLD_SIZE to use {other.launcher}, or unset {rank_variable} and "
+                    f"{size_variable}."
                 )
     return identity
 
@@ -128,7 +129,7 @@ def _from_openmpi(env: Environment) -> Identity | None:
     if not reader.on_one_host and "MASTER_ADDR" not in env:
         # Open MPI does not report the host of rank 0. Rank 0 is usually on the first node of a
         # Slurm job, or on the host of mpirun, whose address is in a variable of every rank. On
-        # rank 0, rendezvous.py checks that rank 0 runs on this host.
+        # rank 0, rendezvous.py checks that this assumption is true.
         uri = env.get("OMPI_MCA_orte_hnp_uri", "")
         if "SLURM_JOB_NODELIST" in env:
             host = reader.first_node("SLURM_JOB_NODELIST")
@@ -258,7 +259,7 @@ class _Reader:
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:
-    """Raise UsageError if variables are incomplete, because each rank would train alone."""
+    """Raise UsageError if variables are incomplete. Otherwise each rank would train alone."""
     for name in ("WORLD_SIZE", "PMI_SIZE", "RANK"):
         if env.get(name, "0") not in (("0",) if name == "RANK" else ("0", "1")):
             missing = [variable for variable in _REQUIRED if variable not in env]
@@ -268,7 +269,8 @@ def _refuse_incomplete_variables(env: Environment) -> None:
             )
 
 
-# No outgoing connection uses these ports: Linux takes ports for them from 32768 to 60999.
+# Ports of stores. They are below 32768, because Linux takes ports from 32768 to 60999 for outgoing
+# connections.
 _PORTS = range(20000, 30000)
 
 
@@ -331,6 +333,8 @@ def expand_tasks_per_node(text: str, variable: str = "tasks per node") -> list[i
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise UsageError(f"{variable}={text!r} cannot be parsed at {item!r}. Use 2(x3),1.")
+            raise UsageError(
+                f"{variable}={text!r} cannot be parsed at {item!r}. Use a list such as 2(x3),1."
+            )
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts

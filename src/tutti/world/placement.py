@@ -162,8 +162,8 @@ def cpus_for(
 
     Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks of consecutive
     ranks. Inside a node, each rank has its own CPUs if there is at least one CPU per rank. Ranks
-    wait by spinning, so two ranks on one CPU cost each other a time slice per message. Ranks to
-    which the launcher gave different CPUs keep these CPUs.
+    wait by spinning, so two ranks on one CPU would delay each other by a time slice of the kernel's
+    scheduler per message. Ranks to which the launcher gave different CPUs keep these CPUs.
     """
     peers = _with_same_cpus(ranks, rank)
     allowed = set(parse_cpu_list(ranks[rank].cpus))
@@ -189,7 +189,7 @@ def _choose_threads(
     ranks: "Sequence[RankInfo]", place: Place, cores: int, env: Mapping[str, str]
 ) -> tuple[int, str]:
     if env.get("OMP_NUM_THREADS", "").isdecimal():
-        default = ", by default set by tutti run" if "TUTTI_RUN_ID" in env else ""
+        default = ", which tutti run sets if it is unset" if "TUTTI_RUN_ID" in env else ""
         return max(1, int(env["OMP_NUM_THREADS"])), f"OMP_NUM_THREADS{default}"
     # `cores` is the number of this rank's CPUs after binding. Other ranks may have the same CPUs.
     # `divisor` is the number of ranks that share these CPUs.

@@ -15,6 +15,7 @@ from typing import Any
 from tutti.world.errors import UsageError
 
 _CASES_FILE = "TUTTI_CASES_FILE"
+# The exit codes of ranks that the user or the scheduler has stopped by a signal.
 _STOPPED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
@@ -100,7 +101,7 @@ class Cases:
             return False
         error = [*self._errors, f"the ranks ended with exit code {code}"][0]
         if code > 128:  # the errors of other ranks are only lost connections
-            error = f"a rank was killed by signal {code - 128}"
+            error = f"a rank was killed by {signal.Signals(code - 128).name}"
         self._write("crashed", [self._begun, error])
         return True
 

@@ -37,6 +37,7 @@ def spawn(
     ranks_per_gpu: int = 1,
     show: Literal["all", "first", "none"] = "all",
     timeout: float = TIMEOUT,
+    grace: float = 5.0,
 ) -> list[Result]:
     """Call `function(*args)` in `ranks` new processes. Return the results, ordered by rank.
 
@@ -55,7 +56,8 @@ def spawn(
 
     `show` selects the ranks whose output is printed. `timeout` limits the seconds that a collective
     may take. If a rank fails, all ranks end, and RankFailed is raised with the traceback of the
-    rank that failed first. Ctrl-C ends all ranks and raises KeyboardInterrupt.
+    rank that failed first. Ctrl-C ends all ranks and raises KeyboardInterrupt. A rank that handles
+    SIGINT itself has `grace` seconds to end.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("tutti.spawn handles signals: call it from the main thread.")
@@ -69,6 +71,7 @@ def spawn(
             ranks_per_gpu=ranks_per_gpu,
             show=show,
             timeout=timeout,
+            grace=grace,
         ).supervise()
         if supervisor.stopped_by is not None:
             raise KeyboardInterrupt

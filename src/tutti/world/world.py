@@ -172,7 +172,7 @@ def init(
     place = places[rank]
 
     counted = ("local_rank", "local_size", "node", "nodes")
-    reasons = dict.fromkeys(counted, "counted by machine at the rendezvous")
+    reasons = dict.fromkeys(counted, "counted per machine at the rendezvous")
     reasons |= identity.reasons
     reasons |= {"host": "gethostname", "master": rendezvous.reason}
     reasons["device"] = "requested" if device == "cpu" else "no GPU is visible"
@@ -266,7 +266,9 @@ def _check_backend(backend: str | None) -> None:
     if backend not in (None, "nccl", "gloo", "shm") and ":" not in backend:
         raise UsageError(f"backend must be nccl, shm, gloo or None, got {backend!r}")
     if backend is not None and "shm" in backend and (reason := shm_unavailable()):
-        raise UsageError(f"backend={backend!r}: {_NO_SHM} ({reason}). Or use backend='gloo'.")
+        raise UsageError(
+            f"backend={backend!r}: {_NO_SHM} ({reason}). Solve this problem, or use backend='gloo'."
+        )
 
 
 def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:

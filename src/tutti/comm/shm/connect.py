@@ -22,7 +22,8 @@ from tutti.comm.shm import native, registration
 from tutti.world.errors import UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
-Card = dict[str, Any]  # the host, pid, fd and token that a rank publishes in the store
+# The host, pid, fd and token of a rank's probe: a memfd that peers try to open.
+ProbeInfo = dict[str, Any]
 Gather = Callable[[str, Any], list[Any]]  # gather(topic, value) returns the values of all ranks
 _TOKEN_BYTES = 8
 _PROBE = "tutti-probe"
@@ -41,7 +42,8 @@ def make(
     ranks = ranks or list(range(size))
     can_open = (options and options.can_open) or shares_memory
     module, reason = registration._load()
-    # A store may outlive a group and be used again by the next group of the same name.
+    # A store may outlive a group, and the next group of the same name may use the store again. So
+    # the keys of each group get their own prefix.
     generation = (store.add("arrivals", 1) - 1) // size
     store = dist.PrefixStore(f"{generation}/", store)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -65,33 +67,33 @@ def make(
     fd = os.memfd_create(_PROBE)
     try:
         os.write(fd, token.to_bytes(_TOKEN_BYTES))
-        card = {"host": socket.gethostname(), "pid": os.getpid(), "fd": fd, "token": token}
-        cards = gather("card", card | {"unavailable": "" if module else reason})
-        names = [str(card["host"]) for card in cards]
-        reasons = [card["unavailable"] for card in cards]
+        info = {"host": socket.gethostname(), "pid": os.getpid(), "fd": fd, "token": token}
+        infos = gather("probe", info | {"unavailable": "" if module else reason})
+        names = [str(info["host"]) for info in infos]
+        reasons = [info["unavailable"] for info in infos]
         if module is None or any(reasons):
             first = next(peer for peer in range(size) if reasons[peer])
             if ranks[rank] == 0:
                 _print_gloo_note(f"rank {first} on {names[first]}: {reasons[first]}")
             return gloo("gloo/", rank, size)
-        reachable = [p for p in range(size) if p == rank or can_open(cards[p])]
+        reachable = [p for p in range(size) if p == rank or can_open(infos[p])]
         hosts = _hosts(gather("reachable", reachable), names)
     finally:
         os.close(fd)
     host = next(index for index, members in enumerate(hosts) if rank in members)
     local_ranks = hosts[host]  # including this rank
-    token = int(cards[local_ranks[0]]["token"])
+    token = int(infos[local_ranks[0]]["token"])
     group = _make_group(name, rank, local_ranks, names, token, gather)
     record_location("shm", _write_location)
     try:
         if len(hosts) == 1:
             return module.ShmBackend(group, rank, size, timeout, name, ranks)
-        leads = local_ranks[0] == rank
+        is_leader = local_ranks[0] == rank
         return module.HierarchicalBackend(
             group=group,
             hosts=[list(members) for members in hosts],
             all=gloo("all/", rank, size),
-            leaders=gloo("leaders/", host, len(hosts)) if leads else None,
+            leaders=gloo("leaders/", host, len(hosts)) if is_leader else None,
             rank=rank,
             size=size,
             timeout=timeout,
@@ -112,16 +114,16 @@ def _write_location(text: str) -> None:
     native.core_holding_gil().tutti_note_location(text.encode())
 
 
-def shares_memory(card: Card) -> bool:
-    """Return whether this process can open the memory of the process that wrote this card."""
-    path = f"/proc/{card['pid']}/fd/{card['fd']}"
+def shares_memory(info: ProbeInfo) -> bool:
+    """Return whether this process can open the probe of another rank."""
+    path = f"/proc/{info['pid']}/fd/{info['fd']}"
     try:
-        # If the writer is in another PID namespace, its pid may belong to an unrelated process
-        # here. Check the name of the file first, because opening an unknown file may block.
+        # If that rank is in another PID namespace, its pid may belong to an unrelated process here.
+        # Check the name of the file first, because opening an unknown file may block.
         if not os.readlink(path).startswith(f"/memfd:{_PROBE}"):
             return False
         with open(path, "rb", buffering=0) as probe:
-            return probe.read(_TOKEN_BYTES) == int(card["token"]).to_bytes(_TOKEN_BYTES)
+            return probe.read(_TOKEN_BYTES) == int(info["token"]).to_bytes(_TOKEN_BYTES)
     except OSError:
         return False
 
@@ -175,7 +177,8 @@ def _make_group(
             if core.tutti_group_connect(group, local_peer, at["pid"], at["fd"], at["bytes"]) != 0:
                 reason = core.tutti_error().decode()
                 failure = f"rank {rank} could not connect to rank {peer} on {names[peer]}: {reason}"
-        # No rank continues before all peers have opened its memory, because the rank may end soon.
+        # A rank must not continue before all peers have opened its memory: the rank may end soon,
+        # and the memory of a process that has ended cannot be opened.
         for text in gather("connected", failure):
             if text is not None:
                 raise UsageError(text)

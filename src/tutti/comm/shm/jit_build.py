@@ -2,9 +2,10 @@
 
 Each library contains a hash of its sources, compiler flags and platform. The hash of the front also
 includes the versions of torch and Python and the C++ ABI of torch. A library with another hash (for
-example after an update of torch) is not loaded. The matching library is then taken from
-$XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into this folder. setup.py
-imports this file by its path, so only the standard library is imported at the top of this file.
+example after an update of torch) is not loaded. A library with the right hash is then taken from
+the cache folder $XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm), or compiled into that
+folder. setup.py imports this file by its path, so only the standard library is imported at the top
+of this file.
 """
 
 import fcntl
@@ -147,14 +148,17 @@ def _compile_all(libraries: list[Library], folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     torch = sys.modules.get("torch")
     version = f" for torch {torch.__version__}" if torch else ""
-    message = f"compiling the shm backend{version}, once, for about a minute, into {folder}"
+    message = f"compiling the shm backend{version} into {folder} (once, takes about a minute)"
     print(f"tutti: {message}", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(len(libraries)) as pool:
         list(pool.map(_compile, libraries, commands, [folder] * len(libraries)))
 
 
 def _find(library: Library) -> Path | None:
-    """Return the library of the current sources, from this folder or the cache, or None."""
+    """Return a library that was built from the current sources, or None if there is none.
+
+    The library may be in the folder of this file or in the cache folder.
+    """
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"{library.name}{suffix}"
         if path.exists():

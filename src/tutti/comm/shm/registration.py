@@ -43,8 +43,8 @@ def register() -> None:
         from torch.distributed import _dist2
 
         _dist2.register_backend("shm", _create_group)
-    # The flight recorder of torch 2.15 records every call of a backend that is not in this set,
-    # which takes half as long as a small all_reduce. The core's ledger records the same calls.
+    # torch 2.15 records every call of a backend that is not in this set in its flight recorder.
+    # This takes half as long as a small all_reduce, and the core's ledger records the same calls.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add("shm")
 

@@ -87,7 +87,7 @@ class CpuCollectives:
             self._ring(out, shared, codes)
 
     def sum_in_place(self, local: torch.Tensor) -> None:
-        """Return None, because the C core needs no prepared function, unlike CUDA."""
+        """Return None: on the CPU, `all_reduce` needs no function that is prepared per tensor."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
@@ -160,7 +160,7 @@ class CpuCollectives:
         self._barrier("all_reduce")
         before = self._progress
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # below 0: pass partial sums on; from 0 on: pass results on
+            lap = step - (size - 1)  # negative while partial sums are passed on, then results
             first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             own_part = memory.address(rank, offset + first * itemsize)
             left_part = memory.address(left, offset + first * itemsize)

@@ -148,11 +148,11 @@ class CpuMemory:
         copy(self._data[to] + offset, source.data_ptr(), bytes)
 
     def get(self, source: int, offset: int, out: torch.Tensor, bytes: int) -> None:
+        self.gets += 1
+        self.get_bytes += bytes
         if not (out.is_cpu and out.is_contiguous()):
             out.copy_(self.view(source, offset, tuple(out.shape), out.dtype))
             return
-        self.gets += 1
-        self.get_bytes += bytes
         copy = self._put if bytes <= _SMALL else self._put_large
         copy(out.data_ptr(), self._data[source] + offset, bytes)
 
@@ -214,7 +214,10 @@ class CpuMemory:
     def wait_in_slices(
         self, address: int, value: int, watched: Sequence[int], timeout: float, what: str
     ) -> None:
-        """Continue a wait after its first slice. Between slices, check that the peers are alive."""
+        """Continue a wait after its first SLICE_SECONDS.
+
+        After every further SLICE_SECONDS, check that the `watched` ranks are alive.
+        """
         deadline = time.monotonic() + timeout - min(timeout, SLICE_SECONDS)
         while True:
             error = self.lost_peer_error(what, watched)
@@ -276,7 +279,7 @@ class CpuMemory:
             self.wait_for_peer(peer, self._pages[peer] + line, count, what)
 
     def mark_unusable(self, error: BaseException) -> None:
-        """Record that no further collective is possible, because arrival counts may differ now."""
+        """Record that no further collective is possible, because barrier counts may differ now."""
         self._broken = f"{type(error).__name__}: {error}"
 
     @property
@@ -363,5 +366,5 @@ def _unreachable(ranks: list[dict[str, Any]], rank: int, other: int, why: str) -
         )
     return (
         f"rank {rank} cannot open the memory of rank {other} (process {peer['pid']} on "
-        f"{peer['host']}): {why}. Ranks in containers need one process namespace and one user"
+        f"{peer['host']}): {why}. Run all ranks as one user and in one PID namespace (container)"
     )

@@ -37,8 +37,10 @@ _CALLS_BEFORE_GRAPH = 3
 
 
 class GraphedLaunch:
-    """A kernel launch that is repeated. From the fourth call on, it replays a CUDA graph, which the
-    host enqueues in 4 µs, compared with 12 µs for torch's operator (measured on one H200)."""
+    """A kernel launch that is repeated, from the fourth call on by replaying a CUDA graph.
+
+    The host enqueues the graph in 4 µs, compared with 12 µs for torch's operator (one H200).
+    """
 
     def __init__(self, launch: Callable[[], object]) -> None:
         self._launch = launch
@@ -112,9 +114,10 @@ class CudaCollectives:
             self._ring(out, offset, op)
 
     def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
-        """Return a function that sums this tensor in place, or None if torch has no such kernel.
+        """Return a function that sums this tensor over all ranks, in place.
 
-        The kernel is chosen once, here, and not in every call, because gradients are summed often.
+        Return None if torch has no kernel for this tensor. The kernel is chosen once, here, and not
+        in every call, because gradients are summed often.
         """
         if not self._has_torch_kernel(local, "sum"):
             return None
@@ -160,7 +163,7 @@ class CudaCollectives:
         ends = rank_parts(tensor.numel(), size, tensor.itemsize)
         self._barrier()
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # below 0: pass partial sums on; from 0 on: pass results on
+            lap = step - (size - 1)  # negative while partial sums are passed on, then results
             first, last = ends[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             neighbours = ((rank - 1) % size, rank)
             left_part, own_part = self._parts(neighbours, offset, tensor, first, last)

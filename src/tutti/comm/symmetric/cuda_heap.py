@@ -5,8 +5,9 @@ kernel on the same stream stores the signal with a system-scope release. A wait 
 acquire. So work that is enqueued after the wait, on the same stream, sees the data of the put. Two
 streams of one rank are ordered only if the caller orders them by CUDA events.
 
-A wait runs on the GPU and cannot raise. After its timeout it sets a flag and lets the stream
-continue; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
+A wait runs on the GPU and cannot raise an exception. After its timeout the wait sets a flag and
+lets the stream continue; the next call on the heap raises Timeout, or PeerDied if the process of a
+rank has ended.
 Kernels that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti
 run --ranks-per-gpu`), because without MPS the GPU runs one rank at a time, for milliseconds each.
 CUDA loads a kernel at its first use, and loading may wait until all running kernels have finished.
@@ -54,6 +55,7 @@ class CudaMemory:
 
         self._rendezvous = HeapRendezvous(heap.group, heap.timeout)
         with torch.cuda.device(device):
+            # add() writes the previous value of a word here, and nothing reads it.
             self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
             # The flag is in host memory, so that the host can read it without waiting for the GPU.
             self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -66,7 +68,7 @@ class CudaMemory:
             boot = ranks[self.rank]["boot"]
             self._pids = [values["pid"] if values["boot"] == boot else None for values in ranks]
             gpus = [values["gpu"] for values in ranks]
-            sharing = max(gpus.count(gpu) for gpu in gpus)  # the number of ranks on one GPU
+            sharing = max(gpus.count(gpu) for gpu in gpus)  # largest number of ranks on one GPU
             if sharing > 1 and backend == "nvshmem":
                 raise UsageError(
                     f"backend='nvshmem' crashes in torch if ranks share a GPU, but {sharing} ranks "
@@ -91,6 +93,7 @@ class CudaMemory:
                     f"rank {self.rank} cannot access the memory of rank {self._bases.index(0)} "
                     f"directly: a heap needs GPUs with peer access (backend={backend!r})"
                 )
+            # The argument `bases` of cuda_kernels.stream_barrier.
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
             self.collectives = CudaCollectives(self)
             self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = self.barriers = 0

@@ -74,10 +74,13 @@ def wait_for_word(address, at_least, limit_ns, failed, number):
     do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "number"]
 )
 def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, number):
-    """Wait for all ranks. `bases` is the address of a table of all ranks' base addresses. At offset
-    `arrivals` each rank has a word per peer, to which that peer writes its barrier count. At offset
-    `count` a rank keeps its own barrier count. The count is in device memory, so that the kernel
-    can be part of a CUDA graph."""
+    """Wait until all ranks have launched this kernel.
+
+    `bases` is the address of a table with the base address of each rank's block. `arrivals` and
+    `count` are offsets in a block. At `arrivals` a block has one word per rank, to which that rank
+    writes its barrier count. At `count` a rank keeps its own barrier count. The count is in device
+    memory, so that the kernel can be part of a CUDA graph.
+    """
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
     own_base = tl.load(table + rank)
     own_count = (own_base + count).to(tl.pointer_type(tl.int64))

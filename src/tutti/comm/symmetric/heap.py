@@ -33,8 +33,9 @@ class Heap:
     `device` is cpu or cuda. By default, it is cuda if the group has NCCL, and cpu otherwise.
     `backend` is "shm" (shared memory on one host, for cpu), "cuda" (torch's symmetric memory),
     "nvshmem" (torch's NVSHMEM) or "auto" (the first backend for the device). The attribute `reason`
-    explains the choice. `signals` is the number of signal slots of each rank. `timeout` is the
-    default timeout of waits, in seconds.
+    explains the choice. `signals` is the number of signal slots of each rank: 64-bit words that
+    other ranks set to announce data, and that the rank waits for. `timeout` is the default timeout
+    of waits, in seconds.
 
     On the CPU, calls take effect immediately. On CUDA, calls are enqueued on the current stream and
     run in stream order; calls that return a number wait for the stream.
@@ -162,7 +163,7 @@ class Heap:
     # ---- Order ----
 
     def fence(self) -> None:
-        """Make all earlier puts and signals of this rank visible before all later ones."""
+        """Make earlier puts and signals of this rank visible before later puts and signals."""
         self.memory.fence()
 
     def quiet(self) -> None:
@@ -359,7 +360,10 @@ class Allocator:
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), sorted, never adjacent
 
     def rounded(self, bytes: int) -> int:
-        """Return the size of an allocation. It is never 0, so that every offset is unique."""
+        """Return `bytes`, rounded up to a multiple of the alignment.
+
+        The result is never 0, so that every allocation has its own offset.
+        """
         return max(1, -(-bytes // self.alignment)) * self.alignment
 
     def allocate(self, wanted: int) -> int:

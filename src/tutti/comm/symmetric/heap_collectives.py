@@ -180,8 +180,9 @@ def all_reduce_staged(
 class Stage:
     """A symmetric buffer of a group for `all_reduce` of ordinary tensors.
 
-    All ranks create and close it together. Use it for gradients and activations of at most 1 MiB
-    that are not in symmetric memory. On GPUs, the kernel also copies the tensor into the buffer.
+    All ranks create and close the Stage together. Use a Stage for gradients and activations of at
+    most 1 MiB that are not in symmetric memory. On GPUs, one kernel copies the tensor into the
+    buffer and reduces it.
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class Stage:
         """Reduce `tensor` over all ranks in place, and return `tensor`."""
         if tensor.nbytes > STAGED_BYTES:
             raise UsageError(
-                f"a tensor of {tensor.nbytes} bytes exceeds the buffer of {STAGED_BYTES}: use "
-                "dist.all_reduce"
+                f"a tensor of {tensor.nbytes} bytes exceeds the buffer of {STAGED_BYTES} bytes: "
+                "use comm.all_reduce"
             )
         if not tensor.is_contiguous():
             return tensor.copy_(self.all_reduce(tensor.contiguous(), op))

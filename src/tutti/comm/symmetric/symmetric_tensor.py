@@ -152,14 +152,17 @@ class SymmetricTensor(HeapObject):
     def _does_not_fit(self, other: torch.Tensor, at: int) -> NoReturn:
         if other.dtype is not self.dtype:
             raise UsageError(f"the tensor holds {self.dtype}, not {other.dtype}: convert it first")
-        raise UsageError(f"{other.numel()} elements at {at} end beyond the tensor's {self.count}")
+        raise UsageError(
+            f"{other.numel()} elements at {at} end beyond the tensor's {self.count} elements"
+        )
 
 
 class Counters(HeapObject):
     """`count` unsigned 64-bit counters per rank, initially zero, `spacing` bytes apart.
 
     `at` is the rank whose counter is used. None means this rank. Every change is an atomic release
-    and acquire: a rank that reads the new value sees what was written before the change.
+    and acquire: a rank that reads the new value also sees everything that the changing rank wrote
+    before the change.
     """
 
     def __init__(self, heap: "Heap", offset: int, count: int, spacing: int) -> None:

@@ -163,7 +163,8 @@ static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint
     return TUTTI_OVERTAKEN;
 }
 
-/* Returns 0 and the claimed state, or TUTTI_BUSY - the rank of the writer that holds the claim. */
+/* Returns 0 and the claimed state, or TUTTI_BUSY minus the rank of the writer that holds the
+ * claim. */
 static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead, uint64_t *claimed) {
     *claimed = 0;
     uint64_t seen = __atomic_load_n(state, __ATOMIC_RELAXED);
@@ -196,6 +197,7 @@ static inline uint64_t cell_publish(uint64_t *state, uint64_t claimed, int prese
                : 0;
 }
 
+/* The copy of the payload with the current version, and the copy for the next version. */
 static inline uint64_t *cell_now(uint64_t *payload, uint64_t claimed, uint64_t bytes) {
     return payload + (cell_version(claimed) & 1) * words_of(bytes);
 }

@@ -11,7 +11,7 @@
 
 #define STREAMED_BYTES (8 * 1024 * 1024) /* results of this size do not fit into the caches */
 #ifndef ONE_SHOT_BYTES
-#define ONE_SHOT_BYTES (128 * 1024) /* if more bytes are read from peers, two rounds cost less */
+#define ONE_SHOT_BYTES (128 * 1024) /* if a rank reads more bytes from peers, two_shot is faster */
 #endif
 
 static int size_mismatch(const tutti_group *g, int sender, uint64_t sent, int receiver,
@@ -239,9 +239,11 @@ static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
 static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out, uint64_t bytes)
 {
     uint64_t n = (uint64_t)g->size, me = (uint64_t)g->rank;
-    uint64_t most = g->slot_bytes / n / LINE * LINE * n, even = rounds_for(bytes, most);
-    uint64_t piece = ((bytes + even - 1) / even + n - 1) / n;
-    piece = (piece + LINE - 1) / LINE * LINE; /* all pieces are nearly equal in size */
+    /* Divide the bytes into as few chunks as possible, and make these chunks nearly equal. */
+    uint64_t max_chunk = g->slot_bytes / n / LINE * LINE * n;
+    uint64_t min_chunks = rounds_for(bytes, max_chunk);
+    uint64_t piece = ((bytes + min_chunks - 1) / min_chunks + n - 1) / n;
+    piece = (piece + LINE - 1) / LINE * LINE;
     uint64_t chunk = piece * n, chunks = rounds_for(bytes, chunk), first = g->round + 1;
     for (uint64_t c = 0; c <= chunks; c++) {
         uint64_t round = first + c, here = chunk_bytes(bytes, c, chunk);

@@ -7,8 +7,8 @@
  * cache lines before, so an ordinary store must first take each line back from that CPU. Between
  * distant cores (350 ns per round trip) this was measured as 29 ns per line (Zen 4), compared with
  * 1.9 ns for non-temporal stores. Between close cores (60 ns per round trip) ordinary stores are
- * faster, by half. A process cannot query which case applies (a virtual machine may migrate while
- * the process runs), so the writer times a sample of its copies. */
+ * faster. A process cannot query which case applies (a virtual machine may migrate while the
+ * process runs), so the writer times a sample of its copies. */
 #include "internal.h"
 
 #include <string.h>
@@ -21,7 +21,7 @@
 #define SAMPLED 2048 /* bytes of a timed sample; shorter copies always use ordinary stores */
 #define COPIES_PER_SAMPLE 32
 #ifndef SLOW_NS_PER_LINE
-#define SLOW_NS_PER_LINE 8
+#define SLOW_NS_PER_LINE 8 /* a sample that takes longer switches to non-temporal stores */
 #endif
 
 #if defined(__x86_64__)

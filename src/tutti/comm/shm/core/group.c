@@ -109,7 +109,8 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
     if (size < 1 || size > TUTTI_MAX_RANKS || rank < 0 || rank >= size) {
-        fail(TUTTI_BAD_ARGUMENT, "a group cannot have rank %d of %d ranks: it has 1 to %d ranks", rank, size,
+        fail(TUTTI_BAD_ARGUMENT,
+             "rank %d of %d is not possible: a group has 1 to %d ranks, numbered from 0", rank, size,
              TUTTI_MAX_RANKS);
         return NULL;
     }
@@ -192,8 +193,10 @@ static void set_spin_limits(tutti_group *g)
 TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd, uint64_t bytes)
 {
     if (rank < 0 || rank >= g->size || rank == g->rank || g->peers[rank].segment)
-        return fail(TUTTI_BAD_ARGUMENT, "rank %d of group %s cannot connect to rank %d", g->rank,
-                    g->name, rank);
+        return fail(TUTTI_BAD_ARGUMENT,
+                    "rank %d of group %s cannot connect to rank %d, which is already connected or is "
+                    "not another rank of the group",
+                    g->rank, g->name, rank);
     layout l = compute_layout(g->size, g->slot_bytes * SLOTS);
     if (bytes != l.bytes)
         return fail(TUTTI_BAD_ARGUMENT,
@@ -237,11 +240,6 @@ TUTTI_API void tutti_group_abort(tutti_group *g)
     char text[256];
     snprintf(text, sizeof text, "rank %d has closed group %s", g->rank, g->name);
     break_group(g, TUTTI_CLOSED, text);
-    /* This is also done after an earlier failure, so that waiting peers read that this rank will
-     * not arrive. */
-    control *own = g->peers[g->rank].control;
-    uint32_t running = RUNNING;
-    atomic_compare_exchange_strong(&own->state, &running, LEFT);
     wake_queue(g);
     p2p_abort(g);
 }

@@ -12,7 +12,8 @@
 
 #define TUTTI_API __attribute__((visibility("default")))
 #define LINE 64 /* bytes of a cache line */
-#define SLOTS 4 /* staging slots per rank; no rank is more than SLOTS rounds ahead of another */
+/* Staging slots per rank. No rank is more than SLOTS rounds ahead of another rank (rounds.h). */
+#define SLOTS 4
 
 static inline uint64_t min_u64(uint64_t a, uint64_t b)
 {
@@ -28,9 +29,9 @@ int group_usable(tutti_group *);
  * waits in the group. Returns the code of the group's first failure, which may be an earlier
  * one. */
 int break_group(tutti_group *, int code, const char *text);
-/* Returns the error if a wait for `peer` cannot succeed any more, else 0: this rank has aborted, or
- * the peer's state is LEFT or BROKEN. With `check_alive` (a system call) also checks whether the
- * peer's process has died. */
+/* Returns an error if a wait for `peer` can no longer succeed, because this rank has aborted or the
+ * peer's state is LEFT or BROKEN. Otherwise returns 0. With `check_alive` (a system call) also
+ * checks whether the peer's process has died. */
 int peer_error(tutti_group *, int peer, bool check_alive);
 
 /* ---- segment.c ---- */
@@ -43,7 +44,7 @@ void segment_close_descriptor(tutti_segment *);
 /* ---- futex.c: time and waiting ---- */
 #define FOREVER UINT64_MAX
 uint64_t now_ns(void);                   /* CLOCK_MONOTONIC */
-uint64_t deadline_after(double seconds); /* FOREVER if not positive or above 1e9 */
+uint64_t deadline_after(double seconds); /* FOREVER if `seconds` is not positive or above 1e9 */
 
 /* A waiter spins `spins` times, then calls sched_yield `yields` times, then sleeps. */
 typedef struct {
@@ -117,11 +118,12 @@ enum { RUNNING = 0, LEFT = 1, BROKEN = 2 };
 typedef struct {
     _Alignas(2 * LINE) _Atomic uint64_t posted; /* the last round whose bytes are staged */
     _Atomic uint64_t fingerprint[SLOTS];        /* hash of all operations so far, by round */
-    _Alignas(LINE) _Atomic uint64_t offer[SLOTS][2]; /* memory id and offset for direct access */
+    /* Memory id and offset for direct access (direct.c), by round. */
+    _Alignas(LINE) _Atomic uint64_t offer[SLOTS][2];
     _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round that this rank has read */
     _Alignas(2 * LINE) _Atomic uint32_t waiters;  /* threads of peers that sleep on `futex` */
     _Atomic uint32_t futex;                       /* changes when this rank posts or consumes */
-    _Alignas(2 * LINE) _Atomic uint32_t p2p_waiters; /* threads of this rank on p2p_futex */
+    _Alignas(2 * LINE) _Atomic uint32_t p2p_waiters; /* own threads that sleep on p2p_futex */
     _Atomic uint32_t p2p_futex;                /* changes when bytes of a message have moved */
     _Alignas(2 * LINE) _Atomic uint32_t state; /* RUNNING, LEFT, BROKEN */
     _Atomic int32_t code;                      /* the failure, when BROKEN */
@@ -179,7 +181,7 @@ struct tutti_group {
     int rank, size;
     uint64_t token, slot_bytes, slot_stride, ring_bytes;
     unsigned fork_generation;
-    spin_limits limits, limits_now; /* for calling threads; for the running collective */
+    spin_limits limits, limits_now; /* of calling threads; of the thread that runs a collective */
     peer *peers;                    /* `size` entries, this rank's own included */
     int connected;
     pthread_mutex_t blocks_lock;
@@ -199,7 +201,7 @@ struct tutti_group {
     bool collective_runs, closing;
     int inside; /* threads inside a call; closing waits for them */
     pthread_t *workers;
-    int started, ready; /* worker threads; worker threads not inside a callback */
+    int started, ready; /* number of worker threads; number of them not inside a callback */
     tutti_work *queue_head, *queue_tail;
     uint64_t collectives; /* number of calls so far; the sequence number of the last one */
 

@@ -5,7 +5,7 @@
  * this: if it closed any descriptor of the file, it would release the lock that shows peers that
  * the owner is alive.) An entry is valid if `id` has the same value, not 0, before and after the
  * rest of the entry is read. A location is valid if `version` has the same even value before and
- * after. */
+ * after. Numbers at the beginning of the comments on members are byte offsets. */
 #ifndef TUTTI_LEDGER_H
 #define TUTTI_LEDGER_H
 
@@ -25,7 +25,7 @@ typedef struct {
     uint32_t entries; /* 12: capacity of the ledger */
     int32_t rank, size;
     int64_t pid;            /* 24 */
-    uint64_t token;         /* 32 */
+    uint64_t token;         /* 32: argument of tutti_group_create */
     uint64_t bytes;         /* 40: size of the segment */
     uint64_t ledger_offset; /* 48 */
     uint64_t entry_bytes;   /* 56 */

@@ -18,7 +18,7 @@
 #endif
 
 enum { HUGE_PAGE = 2 << 20, COLLAPSE_AT_ONCE = 16 * HUGE_PAGE };
-#define COLLAPSE_NS 500000000u /* time limit for a segment's creator; its peers have a tenth */
+#define COLLAPSE_NS 500000000u /* time limit for huge pages in the creator; peers have a tenth of it */
 
 /* Returns the number that follows `word` at the start of a line of a file, or UINT64_MAX if there
  * is no such number. */

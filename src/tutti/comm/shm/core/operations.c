@@ -110,8 +110,8 @@ int check_operation(const tutti_group *g, const tutti_operation *operation)
                     reduce_name(operation->reduce), dtype_name(operation->dtype));
     for (uint32_t i = 0; i < operation->in_parts; i++)
         if (operation->in_bytes[i] % dtype_bytes(operation->dtype))
-            return fail(TUTTI_BAD_ARGUMENT, "%s: %" PRIu64 " bytes are not a whole number of %s", name,
-                        operation->in_bytes[i], dtype_name(operation->dtype));
+            return fail(TUTTI_BAD_ARGUMENT, "%s: %" PRIu64 " bytes are not a whole number of %s elements",
+                        name, operation->in_bytes[i], dtype_name(operation->dtype));
     return 0;
 }
 

@@ -100,7 +100,7 @@ struct p2p_state {
     int inside, waiters; /* number of threads inside a call; number that wait on `ended` */
     bool closing;
     pthread_t *threads;
-    int started, ready; /* progress threads; progress threads not inside a callback */
+    int started, ready; /* number of progress threads; number of them not inside a callback */
     uint64_t messages;
     store_sampler sampler;
 };
@@ -245,8 +245,8 @@ static int wrong_size(tutti_group *g, tutti_work *receiver, int source, uint64_t
 {
     char text[400];
     snprintf(text, sizeof text,
-             "recv %" PRIu64 " of group %s on rank %d takes %" PRIu64
-             " bytes from rank %d (tag %" PRIu32 "), which sent %" PRIu64,
+             "recv %" PRIu64 " of group %s on rank %d expects %" PRIu64
+             " bytes from rank %d (tag %" PRIu32 "), which sent %" PRIu64 " bytes",
              receiver->sequence, g->name, g->rank, receiver->operation.out_bytes[0], source,
              receiver->operation.tag, bytes);
     return break_group(g, TUTTI_MISMATCH, text);
@@ -769,7 +769,7 @@ void p2p_close(tutti_group *g)
     p->closing = true;
     pthread_cond_broadcast(&p->unattended);
     wake_p2p(g->peers[g->rank].control);
-    run_callbacks_now(g, POSTER); /* those that remain after an abort from inside a callback */
+    run_callbacks_now(g, POSTER); /* callbacks that remain after an abort from inside a callback */
     while (p->inside)
         pthread_cond_wait(&p->ended, &p->lock);
     pthread_mutex_unlock(&p->lock);

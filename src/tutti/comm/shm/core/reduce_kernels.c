@@ -20,8 +20,8 @@ typedef struct {
 typedef void (*reduction)(void *out, const void *const *parts, uint32_t n, uint64_t count,
                           const extra_copies *copies);
 
-/* Elements are independent: `out` may be equal to a source, but never overlaps a source at another
- * offset. */
+/* Elements are independent: `out` may be the memory of a source, but does not overlap the memory of
+ * a source at any other offset. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else

@@ -3,8 +3,8 @@
  * function.
  *
  * All sources are read in one pass. They are combined in the order given, in float32 for the 16-bit
- * floats, and rounded once. `out` and the extra copies may be equal to sources, but never overlap a
- * source at another offset. */
+ * floats, and rounded once. `out` and an extra copy may be the memory of
+ * a source, but must not overlap the memory of a source at any other offset. */
 
 #define BLOCK 512 /* elements: the accumulators of one block fit into the L1 cache */
 #define PAIR_BLOCK 64 /* elements if there are two sources, which need no accumulators */
@@ -78,8 +78,8 @@ static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *o
         }                                                                                          \
     }
 
-/* Blocks of float16 are converted to float32 first, because the conversions are separate
- * instructions. */
+/* float16 is converted to float32 and back in blocks, with the conversion instructions of the
+ * processor (F16C) if it has them. bfloat16 needs only shifts, so REDUCTION converts each element. */
 #if defined(__x86_64__) && defined(HAS_F16C)
 static TARGET void NAMED(widen)(float *to, const uint16_t *from, uint64_t count)
 {
@@ -143,15 +143,16 @@ static TARGET void NAMED(narrow)(uint16_t *to, const float *from, uint64_t count
     REDUCTION(name##_product, stored, wide, LOAD, STORE, MULTIPLY, SAME)                           \
     REDUCTION(name##_min, stored, wide, LOAD, STORE, FLOAT_MIN, SAME)                              \
     REDUCTION(name##_max, stored, wide, LOAD, STORE, FLOAT_MAX, SAME)
-/* Sums and products wrap around, so they are computed with unsigned numbers. */
-#define INTEGERS(name, whole, natural)                                                             \
-    REDUCTION(name##_sum, natural, natural, PLAIN, PLAIN, ADD, SAME)                               \
-    REDUCTION(name##_product, natural, natural, PLAIN, PLAIN, MULTIPLY, SAME)                      \
-    REDUCTION(name##_min, whole, whole, PLAIN, PLAIN, INTEGER_MIN, SAME)                           \
-    REDUCTION(name##_max, whole, whole, PLAIN, PLAIN, INTEGER_MAX, SAME)                           \
-    REDUCTION(name##_band, natural, natural, PLAIN, PLAIN, BIT_AND, SAME)                          \
-    REDUCTION(name##_bor, natural, natural, PLAIN, PLAIN, BIT_OR, SAME)                            \
-    REDUCTION(name##_bxor, natural, natural, PLAIN, PLAIN, BIT_XOR, SAME)
+/* `number` is the type of an element, and `bits` is the unsigned type of the same size. Sums and
+ * products wrap around, so they are computed with unsigned numbers. */
+#define INTEGERS(name, number, bits)                                                               \
+    REDUCTION(name##_sum, bits, bits, PLAIN, PLAIN, ADD, SAME)                                     \
+    REDUCTION(name##_product, bits, bits, PLAIN, PLAIN, MULTIPLY, SAME)                            \
+    REDUCTION(name##_min, number, number, PLAIN, PLAIN, INTEGER_MIN, SAME)                         \
+    REDUCTION(name##_max, number, number, PLAIN, PLAIN, INTEGER_MAX, SAME)                         \
+    REDUCTION(name##_band, bits, bits, PLAIN, PLAIN, BIT_AND, SAME)                                \
+    REDUCTION(name##_bor, bits, bits, PLAIN, PLAIN, BIT_OR, SAME)                                  \
+    REDUCTION(name##_bxor, bits, bits, PLAIN, PLAIN, BIT_XOR, SAME)
 
 FLOATS(f64, double, double, PLAIN, PLAIN)
 FLOATS(f32, float, float, PLAIN, PLAIN)

@@ -16,7 +16,8 @@
 enum {
     TUTTI_FULL = -100,      /* a shard of the map has no free entry */
     TUTTI_OVERTAKEN = -101, /* writers changed the value faster than it could be copied */
-    TUTTI_BUSY = -1000      /* TUTTI_BUSY - r: rank r is writing; retry, or declare it dead if it died */
+    TUTTI_BUSY = -1000      /* The code TUTTI_BUSY - r means that rank r is writing. Retry; if rank r
+                             * has died, declare it dead first. */
 };
 
 /* ---- Rows sharded over ranks. `bases[r]` is the address of rank r's shard in this process,
@@ -81,8 +82,8 @@ int tutti_map_add(tutti_map *, uint64_t key, const void *value, uint32_t dtype);
 /* Returns 1 if the key was deleted, 0 if it was absent, or TUTTI_BUSY - rank. The entry stays
  * reserved for the same key. */
 int tutti_map_delete(tutti_map *, uint64_t key);
-/* Returns the number of keys written. After an error that is less than `count`, and *code is the
- * error; otherwise *code is 0. Stores the values if dtype < 0; otherwise adds them. */
+/* Stores the values if dtype < 0; otherwise adds them. Returns the number of keys written. If that
+ * is less than `count`, *code is the error; otherwise *code is 0. */
 uint64_t tutti_map_put_many(tutti_map *, const uint64_t *keys, uint64_t count, const void *values,
                             int32_t dtype, int *code);
 /* Counters of a shard: keys that have a value, and claimed entries (deleted keys included). A

@@ -6,8 +6,8 @@
  * writes it may contain some elements from before the write and some from after it. Plain rows are
  * accessed with relaxed atomics, in the aligned 8-byte words that contain them (or 16 bytes at
  * once, see has_wide_access). A word that a row shares with its neighbour is changed by
- * compare-and-swap. Before a rank reads rows that another rank has written, it waits for a barrier
- * or a signal, which release and acquire. */
+ * compare-and-swap. Between a write on one rank and a read on another rank, the caller needs a
+ * barrier or a signal, which orders the two (release and acquire). */
 #include <stdlib.h>
 #include <string.h>
 

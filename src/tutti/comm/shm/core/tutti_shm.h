@@ -1,11 +1,12 @@
 /* Collectives and one-sided memory between processes of one host.
  *
  * This is plain C11 without Python or torch, so that one build serves every version of both. Every
- * rank creates one segment per group, which its peers map for reading and writing. Data has one
- * writer at a time: slots, rings and marks are written by the owner; futex words and waiter
- * counters are shared atomics (internal.h lists their writers). A segment is a memfd. It has no
- * name in any file system, so the kernel frees it even if its processes are killed. Peers open a
- * segment through /proc/PID/fd/FD. Two ranks share a host if this works.
+ * rank creates one segment per group, which its peers map for reading and writing. Most data in a
+ * segment is written only by the rank that owns the segment: the bytes of collectives (staging
+ * slots, rounds.h), the bytes of messages (rings, p2p.c) and the rank's progress. Futex words and
+ * waiter counters are atomics that several ranks write (internal.h lists their writers). A segment
+ * is a memfd. It has no name in any file system, so the kernel frees it even if its processes are
+ * killed. Peers open a segment through /proc/PID/fd/FD. Two ranks share a host if this works.
  *
  * Python reads the enums of this file and of ledger.h and structures.h (tutti/comm/shm/native.py
  * parses them), so keep one simple "NAME = value" or "NAME" per enumerator.
@@ -25,7 +26,7 @@ enum {
     TUTTI_OK = 0,
     TUTTI_TIMEOUT = -1,      /* the message names the ranks that have not arrived, and their locations */
     TUTTI_PEER_DIED = -2,    /* the message names the rank */
-    TUTTI_PEER_LEFT = -3,    /* a peer closed the group while this rank waits for it */
+    TUTTI_PEER_LEFT = -3,    /* a peer closed the group while this rank waited for the peer */
     TUTTI_MISMATCH = -4,     /* ranks called different operations, sizes, dtypes or roots */
     TUTTI_NO_MEMORY = -5,    /* the message contains the number of bytes needed */
     TUTTI_SYSTEM = -6,       /* a system call failed */
@@ -78,7 +79,8 @@ typedef struct {
     void *const *out;
     const uint64_t *out_bytes;
     const char *where;            /* the caller's "file.py:12 in step", or NULL */
-    int32_t *source;              /* NULL, or where tutti_run stores the sender's rank of a recv */
+    int32_t *source;              /* NULL, or the address to which tutti_run, after a recv, writes the
+                                   * sender's rank */
 } tutti_operation;
 
 const char *tutti_error(void);
@@ -132,9 +134,10 @@ int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 /* Queues the operation for a worker thread. `done`, if not NULL, is called once when the operation
  * has ended, by the thread that ran the operation (a worker, or a thread that waits), with no lock
  * held. A wait for the operation may return before `done` has returned; tutti_group_close returns
- * only after `done` has returned. `done` may call this library and wait for any operation. It must
- * not close the group. It must not wait for something that another thread does only after that
- * thread's own wait returns, because the waiting thread may be the one that runs `done`. */
+ * only after `done` has returned. `done` may call this library and wait for any operation. `done`
+ * must not close the group. `done` may run in a thread that is inside tutti_work_wait, so `done`
+ * must not wait for anything that this thread does after tutti_work_wait has returned: that would
+ * be a deadlock. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
@@ -161,8 +164,9 @@ void tutti_store(uint64_t *, uint64_t);
 uint64_t tutti_fetch_add(uint64_t *, uint64_t);
 uint64_t tutti_compare_swap(uint64_t *, uint64_t expected, uint64_t desired); /* returns the old value */
 void tutti_fence(void);
-/* Two ranks pass a cache line, initially 0, back and forth `turns` times. Returns the nanoseconds
- * per round trip, or -1 on a timeout. Neither rank sleeps, so each rank needs its own CPU. */
+/* Two ranks pass a cache line, initially 0, back and forth `turns` times. `first` is 1 on the rank
+ * that begins and 0 on the other rank. Returns the nanoseconds per round trip, or -1 on a timeout.
+ * Neither rank sleeps, so each rank needs its own CPU. */
 double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, double timeout_s);
 /* Reduces `n_parts` arrays of `count` elements, which are combined in the order given. */
 int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts, uint64_t count,

@@ -28,7 +28,7 @@ using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
     const std::string& name)>;
 inline Maker maker;
 
-// Coalesced tensors of at most this many bytes in all are copied into one flat tensor.
+// Coalesced tensors of at most this many bytes in total are copied into one flat tensor.
 constexpr int64_t kFlatBytes = 1 << 20;
 
 // Sums sparse tensors: every rank gathers the indices and values of all ranks and adds them in the
@@ -430,8 +430,8 @@ class BackendBase : public c10d::Backend {
         return call;
     }
 
-    // Other ranks may send tensors of other shapes, as with NCCL: the sizes must be the same in the
-    // lists of all ranks.
+    // The tensors of different ranks may have different shapes, as with NCCL. The sizes in
+    // `outputs` must be the same on all ranks.
     Call all_gather_call(const Tensors& outputs, const at::Tensor& input) const {
         Call call(kAllGather);
         same_shape(input, outputs[rank_], kAllGather);
@@ -507,8 +507,8 @@ class BackendBase : public c10d::Backend {
     }
 
     void one_per_rank(size_t count, const Kind& kind) const {
-        TORCH_CHECK_VALUE(static_cast<int>(count) == size_, "shm ", kind.name, ": expected a list of ",
-                          size_, " (one for each rank), got ", count);
+        TORCH_CHECK_VALUE(static_cast<int>(count) == size_, "shm ", kind.name, ": the list must have ",
+                          size_, " entries (one for each rank), got ", count);
     }
 
     void only_at_root(const TensorLists& lists, const Call& call) const {
@@ -530,7 +530,7 @@ class BackendBase : public c10d::Backend {
         return static_cast<uint32_t>(tag);
     }
 
-    // The tensor that a rank passes to itself.
+    // Checks the tensor that this rank sends to itself.
     void same_shape(const at::Tensor& sent, const at::Tensor& received, const Kind& kind) const {
         TORCH_CHECK_VALUE(sent.sizes() == received.sizes(), "shm ", kind.name, ": rank ", rank_,
                           " sends itself a tensor of shape ", sent.sizes(),
@@ -538,8 +538,8 @@ class BackendBase : public c10d::Backend {
     }
 
     void same_bytes(uint64_t bytes, uint64_t expected, const Kind& kind) const {
-        TORCH_CHECK_VALUE(bytes == expected, "shm ", kind.name, ": rank ", rank_, " has ", bytes,
-                          " bytes, but the other side expects ", expected);
+        TORCH_CHECK_VALUE(bytes == expected, "shm ", kind.name, ": rank ", rank_, " sends itself ",
+                          bytes, " bytes, but receives them into ", expected, " bytes");
     }
 
     static void pairs(const Tensors& outputs, const Tensors& inputs, const Kind& kind) {

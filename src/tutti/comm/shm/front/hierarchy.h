@@ -55,7 +55,7 @@ class HierarchyWork : public FutureWork {
     }
 };
 
-// A recv through gloo into a contiguous copy. The first wait() copies it back to the caller's
+// A recv through gloo into a contiguous buffer. The first wait() copies the buffer to the caller's
 // tensor.
 class CopyingWork : public c10d::Work {
    public:
@@ -109,8 +109,8 @@ class HierarchicalBackend : public BackendBase {
         all_->setTimeout(timeout);  // for messages between hosts
     }
 
-    // gloo's monitored barrier names the ranks of all hosts that have not arrived. Collectives of
-    // the queue use the same gloo group, so they end first.
+    // gloo's monitored barrier names the ranks of all hosts that have not arrived. Queued
+    // collectives use the same gloo group, so this method first waits until they have ended.
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
         refuse_if_closed(kBarrier);
         pending_->wait_for_none();
@@ -120,9 +120,9 @@ class HierarchicalBackend : public BackendBase {
     }
 
    protected:
-    void close(bool let_end) {
+    void close(bool wait_for_pending) {
         if (!local_ || process_ != getpid()) return;  // a forked child has no thread to join
-        if (let_end)
+        if (wait_for_pending)
             pending_->wait_for_none();
         else
             abort();
@@ -467,6 +467,7 @@ class HierarchicalBackend : public BackendBase {
         if (!converted.is_same(tensor)) tensor.copy_(converted);
     }
 
+    // Returns the options with the timeout of the running collective.
     template <class Options>
     Options within(Options options) const {
         options.timeout = std::chrono::milliseconds(static_cast<int64_t>(limit_s_ * 1000));

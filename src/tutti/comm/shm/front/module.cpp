@@ -30,7 +30,8 @@ static void translate(std::exception_ptr pointer) {
     }
 }
 
-// Closing a group joins threads that may be waiting for the GIL to run a Python callback.
+// Closes its group without the GIL, because closing joins threads that may be waiting for the GIL to
+// run a Python callback.
 template <class Base>
 class WithoutGil : public Base {
    public:
@@ -71,9 +72,9 @@ PYBIND11_MODULE(_front, module) {
     using Milliseconds = std::chrono::milliseconds;
     py::module_::import("torch.distributed");
     module.doc() = "The shm backend, compiled for one version of torch.";
-    module.def("load_core", &tutti::load_core, "Look up the core's functions in this file.");
+    module.def("load_core", &tutti::load_core, "Look up the core's functions in a library file.");
     module.def("set_where", &tutti::set_where,
-               "Set a function that returns the caller's source location, or None.");
+               "Set the function that returns the caller's source location. None removes it.");
     module.def("set_maker", &tutti::set_maker, "Set the function that creates a subgroup's backend.");
     module.def("set_exceptions", [](py::object function) {
         tutti::exception_for = function.release().ptr();

@@ -36,11 +36,11 @@ class ShmBackend : public BackendBase {
     }
 
    protected:
-    // If `let_end` is true, first waits for unfinished operations, as gloo does.
-    void close(bool let_end) {
+    // If `wait_for_pending` is true, first waits for unfinished operations, as gloo does.
+    void close(bool wait_for_pending) {
         tutti_group* group = std::exchange(group_, nullptr);
         if (!group) return;
-        if (let_end) pending_->wait_for_none();
+        if (wait_for_pending) pending_->wait_for_none();
         core.group_close(group);
     }
 
