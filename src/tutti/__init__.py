@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tutti.parallel.layout import Layout
     from tutti.train.checkpoint import Checkpoints
     from tutti.train.own_loop import Meter, loader
+    from tutti.train.recipe import Recipe, read_recipe
     from tutti.world.errors import UsageError
     from tutti.world.exchange import check_same
     from tutti.world.spawn import RankFailed, spawn
@@ -22,6 +23,7 @@ __all__ = [
     "Layout",
     "Meter",
     "RankFailed",
+    "Recipe",
     "UsageError",
     "World",
     "__version__",
@@ -29,6 +31,7 @@ __all__ = [
     "init",
     "loader",
     "parallelize",
+    "read_recipe",
     "spawn",
 ]
 
@@ -37,15 +40,17 @@ _MODULES = {
     "Layout": "tutti.parallel.layout",
     "Meter": "tutti.train.own_loop",
     "RankFailed": "tutti.world.spawn",
+    "Recipe": "tutti.train.recipe",
     "UsageError": "tutti.world.errors",
     "World": "tutti.world.world",
     "check_same": "tutti.world.exchange",
     "init": "tutti.world.world",
     "loader": "tutti.train.own_loop",
     "parallelize": "tutti.parallel.apply",
+    "read_recipe": "tutti.train.recipe",
     "spawn": "tutti.world.spawn",
 }
-_SUBPACKAGES = ("comm", "profile")  # tutti.comm.all_reduce(…), tutti.profile(…)
+_SUBPACKAGES = ("comm", "profile", "train")  # tutti.comm.all_reduce(…), tutti.train(…)
 
 
 def __getattr__(name: str) -> object:

@@ -175,7 +175,7 @@ def test_a_pair_or_probe_that_crashes_is_listed_and_the_others_are_measured(tmp_
     )
     for bench, flags, case, error in (
         ("bandwidth", ["--only", "pairs"], "one way 1→0 of 1K", "rank 1: RuntimeError: a planted"),
-        ("symmetric", [], "hash map", "killed by signal 9"),
+        ("symmetric", [], "hash map", "killed by SIGKILL"),
     ):
         file = tmp_path / f"{bench}.json"
         flags += ["--ranks", "2", "--device", "cpu", "--sizes", "1K", "--budget", "0.01"]

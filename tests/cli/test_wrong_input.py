@@ -31,6 +31,7 @@ COMMANDS: dict[str, list[str | None]] = {
     "doctor": [None],
     "profile": ["--trace", "run", None],
     "scale": ["--ranks", "1,2", "--recipe", "gpt", None],
+    "tune": ["--recipe", "gpt", None],
     "report": ["result.json", None],
     "submit slurm": ["--nodes", "2", None, "--", "python", "x.py"],
     "submit mpi": ["--hosts", "a:2", None, "--", "python", "x.py"],
@@ -65,7 +66,14 @@ def mistakes(command: str, flag: str, value: str) -> Iterator[list[str]]:
 
 # -- output paths ----------------------------------------------------------------------------------
 
-FOLDER_FLAGS = {"--log-dir", "--tensorboard", "train --out", "scale --out", "profile --out"}
+FOLDER_FLAGS = {
+    "--log-dir",
+    "--tensorboard",
+    "train --out",
+    "scale --out",
+    "tune --out",
+    "profile --out",
+}
 INPUT_FLAGS = {"--trace", "--from", "--run", "--prompts", "--file", "--data-dir"}
 WRONG_OUTPUTS = ("/proc/x", "script.py/x", "locked/x", "n" * 300)
 

@@ -91,7 +91,9 @@ def _check_flags(line: str, flag_rows: dict[str, list[str]]) -> None:
     words = words[: words.index("--")] if "--" in words else words
     command = " ".join(words[:2]) if " ".join(words[:2]) in flag_rows else words[0]
     assert command in flag_rows, line
-    known = flag_rows[command] + (flag_rows["train"] if command in ("scale", "parity") else [])
+    known = flag_rows[command] + (
+        flag_rows["train"] if command in ("scale", "parity", "plan", "tune") else []
+    )
     names = {name for row in known for name in re.findall(r"--[a-z][a-z-]*", row.split("|")[1])}
     for word in words[len(command.split()) :]:
         if re.match(r"--[a-z]", word) and word != "--help":

@@ -248,9 +248,9 @@ def test_made_up_images_serve_where_scikit_learn_is_missing(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--devices", "0"], "--devices: 0 is not possible: give 1 or more"),
-        (["--batch", "-4"], "--batch: -4 is not possible: give 1 or more"),
-        (["--lr", "nan"], "--lr: nan is not possible: give a number above 0"),
+        (["--devices", "0"], "--devices: must be at least 1, got 0"),
+        (["--batch", "-4"], "--batch: must be at least 1, got -4"),
+        (["--lr", "nan"], "--lr: must be above 0 and finite, got nan"),
         (["--data", "MISSING"], "has no train-images-idx3-ubyte (nor train-images-idx3-ubyte.gz)"),
         (["--data", "SHORT"], "bytes of data, its header says 202272"),
         (["--data", "OTHER"], "is not an IDX file of bytes with 3 dims"),

@@ -1,5 +1,6 @@
 """CPU lists, CPU quota, NUMA nodes and the recorded environment."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from tutti.machine.cpu_numa import (
     allowed_cpus,
+    busy_seconds,
     cpu_quota,
     format_cpu_list,
     numa_nodes,
@@ -57,3 +59,15 @@ def test_secrets_are_not_in_the_environment_of_a_result(monkeypatch: pytest.Monk
     variables = describe_environment()["variables"]
     assert variables["NCCL_DEBUG"] == "INFO"
     assert "secret" not in str(variables)
+
+
+def test_busy_seconds_are_those_of_the_given_cpus_without_idle_time(tmp_path: Path) -> None:
+    """Ticks of user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice."""
+    (tmp_path / "proc").mkdir()
+    lines = ["cpu  0 0 0 0", "cpu0 100 20 30 9000 900 1 2 3 50 0", "cpu1 5 5 5 5 5 5 5 5 0 0"]
+    (tmp_path / "proc/stat").write_text("\n".join([*lines, "intr 1 2 3"]))
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    assert busy_seconds([0], tmp_path) == pytest.approx((100 + 20 + 30 + 1 + 2 + 3) / ticks)
+    assert busy_seconds([0, 1], tmp_path) == pytest.approx((156 + 30) / ticks)
+    assert busy_seconds([0], tmp_path / "missing") is None

@@ -281,6 +281,13 @@ def test_only_a_recorded_topology_is_drawn(tmp_path: Path) -> None:
     assert "prefers-color-scheme" not in light + dark
     assert ">Topology</h2>" in build_page(sources)
     assert ">Topology</h2>" not in alone
+    content = json.loads((tmp_path / "topo.json").read_text())
+    wrong = {"devices": 7, "links": {"a": 1}, "nics": [3], "numa": [{"distances": ["far"]}]}
+    wrong |= {"machines": "text"}
+    for key, value in wrong.items():
+        (tmp_path / "topo.json").write_text(json.dumps({**content, key: value}))
+        with pytest.raises(UsageError, match=r"topo\.json: a value has a wrong type"):
+            build_page(read_sources([tmp_path / "topo.json"]))
 
 
 def test_damaged_files_become_notes_and_the_rest_is_shown(two_ranks: Path, tmp_path: Path) -> None:
@@ -322,7 +329,7 @@ WORD = RECORDED["rows"][0] | {"time_us": {"p50": "fast", "p95": 1, "min": 1, "cv
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("old.json", BENCH | {"rows": [{"op": "all_reduce"}]}, "is missing"),
+        ("old.json", BENCH | {"rows": [{"op": "all_reduce"}]}, "no key 'bytes'"),
         ("text.json", BENCH | {"rows": "none"}, "wrong type"),
         ("number.json", BENCH | {"rows": [3]}, "wrong type"),
         ("word.json", RECORDED | {"rows": [WORD]}, "wrong type"),

@@ -54,7 +54,7 @@ ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 
 class Expectation(NamedTuple):
-    """The parsed argument of --expect. Without baseline and rules, it is the hardware catalogue."""
+    """The parsed value of --expect. Without baseline and rules, it means the hardware catalogue."""
 
     name: str
     baseline: Content | None = None  # an earlier result
@@ -71,7 +71,7 @@ def read_expectation(
     """
     path = Path(text)
     if text == "catalogue":
-        # bench bandwidth also works on CPUs: it compares links with links of the same class.
+        # bench bandwidth can be checked on CPUs, too: it compares each link with similar links.
         on_gpu = bench == "bandwidth" or (device != "cpu" and visible_gpu_count())
         if bench == "pairs" or not on_gpu:
             content = "the catalogue has figures of links and of collectives on GPUs only"
@@ -137,7 +137,7 @@ def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
     for name in bounds:
         if not any(name in fields for fields in matching):
             having = " and ".join(part for part, fields in parts.items() if name in fields)
-            other = f"{name} is a field of {having}, which the other keys exclude"
+            other = f"{name} is a field of {having}, but the other keys select other rows"
             raise UsageError(f"{other}: write two rules")
 
 
@@ -268,7 +268,8 @@ def _row_name(row: Row, selection: Mapping[str, Any]) -> str:
 def _check_against_baseline(results: Content, baseline: Content, name: str) -> list[str]:
     changes = compare_results.compare(baseline, results)
     if not any(change.ratio is not None for change in changes):
-        raise UsageError(f"--expect {name} has no row in common with this run: use its flags")
+        cure = "use the flags with which the file was measured"
+        raise UsageError(f"--expect {name} has no row in common with this run: {cure}")
     unmet = []
     for change in changes:
         if change.verdict in ("slower", "wrong"):
@@ -283,7 +284,7 @@ def _check_against_catalogue(results: Content) -> list[str]:
     unmet = list(_unmet_verdicts(results)) if bench_of(results) == "bandwidth" else []
     checked = 0
     for _, row in rows_of(results):
-        # In bench bandwidth, rows of pairs and copies have a verdict, so they were checked before.
+        # A row of bench bandwidth that has a verdict has already been checked.
         checked += row.get("verdict", "unknown") != "unknown"
         if gpu is None or "busbw_gbs" not in row:
             continue

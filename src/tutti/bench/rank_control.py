@@ -26,7 +26,7 @@ from tutti.world.rendezvous import shm_unavailable
 from tutti.world.world import World
 
 Result = TypeVar("Result")
-# A rank that failed waits this many seconds for ranks that may still be busy or may never return.
+# Seconds that a failed rank waits for the results of the other ranks, which may never answer.
 _FAILED_TIMEOUT = 5.0
 _attempts = 0  # calls of try_on_all_ranks, the same number on every rank
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -135,7 +135,7 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 def pin_rank(world: World, pin: bool | str = True) -> str:
-    """Pin this rank, and return the list of its CPUs. All ranks must call this function.
+    """Pin this rank to CPUs, and return the list of CPUs. All ranks must call this function.
 
     `pin` is True or "own" for this rank's share of its allowed CPUs, False or "none" for no
     pinning, or a list of CPUs for each rank of a host, such as "0/1/2-3". The allowed CPUs are
@@ -190,7 +190,7 @@ class CoreLatency:
     The latency is tens of nanoseconds between cores that share a cache, and hundreds otherwise; the
     speed of messages depends on the latency. The hypervisor of a virtual machine may move its cores
     to other physical cores during a run, so the latency is measured before and after the benchmark.
-    It is measured only if no two ranks share a CPU. All ranks must make the same calls.
+    If two ranks share a CPU, nothing is measured. All ranks must make the same calls.
     """
 
     _ROUNDS, _TURNS, _TIMEOUT = 5, 2000, 2.0  # the timeout is in seconds
@@ -222,8 +222,8 @@ class CoreLatency:
             if before and after and max(before / after, after / before) >= self._MOVED_RATIO:
                 return (
                     f"the cache-line round trip between ranks {a} and {b} was {before:.0f} ns "
-                    f"before and {after:.0f} ns after. The hypervisor probably moved their cores, "
-                    "and the figures mix both placements"
+                    f"before and {after:.0f} ns after the measurement. The hypervisor probably "
+                    "moved their cores in between, so the figures mix two placements"
                 )
         return ""
 

@@ -202,7 +202,7 @@ def _all_probes(
 ) -> Iterator[tuple[str, Callable[[], Iterable[Probe]]]]:
     """Yield (name, function that makes probes). All ranks must call each function.
 
-    `stack` closes the structures.
+    The functions enter their structures into `stack`, which closes them at the end.
     """
     slots = iter(range(heap.signals))
     for size in _MESSAGE_BYTES:
@@ -505,7 +505,7 @@ def _numbered_row(index: int) -> Tensor:
 
 
 def _barrier_on_host(heap: Heap) -> None:
-    # On a GPU, heap.barrier() only orders streams. The host must also wait, because it looks up
-    # names.
+    # On a GPU, heap.barrier() only orders streams. The host must also wait, because the host looks
+    # up keys and names that other ranks have written.
     heap.barrier()
     heap.quiet()

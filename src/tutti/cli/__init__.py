@@ -29,6 +29,8 @@ COMMANDS = {
     "doctor": ("tutti.cli.doctor", "check the machine, with a cure for each problem"),
     "profile": ("tutti.cli.profile", "show where the time of a step goes"),
     "scale": ("tutti.cli.scale", "show where efficiency is lost with more ranks"),
+    "plan": ("tutti.cli.plan", "predict memory and time of every layout before a run"),
+    "tune": ("tutti.cli.tune", "search for faster settings of a job on this machine"),
     "report": ("tutti.cli.report", "write runs and results as one HTML page"),
     "submit": ("tutti.cli.submit", "write and submit a Slurm or MPI job"),
 }
@@ -67,8 +69,10 @@ def main() -> None:
     except KeyboardInterrupt:
         print("tutti: interrupted", file=sys.stderr)
         code = 130
-    if "triton" not in sys.modules:  # triton prints a warning about objects that are not collected
-        gc.freeze()  # skips the last garbage collections, which take 0.5 s with torch loaded
+    # gc.freeze() skips the garbage collections at exit, which take 0.5 s with torch loaded. triton
+    # would print a warning for each of its objects that is not collected.
+    if "triton" not in sys.modules:
+        gc.freeze()
     sys.exit(code)
 
 
@@ -106,8 +110,8 @@ def run_cli(arguments: list[str]) -> int:
             print(f"{prefix}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # Before torch is loaded, no code of the user has run, so the error is about a file that a
-        # flag names.
+        # Before torch is loaded, no user code has run. The error is then about a file that the user
+        # named with a flag.
         if error.filename is None or "torch" in sys.modules:
             raise
         reason = f"{error.filename}: {error.strerror}. Check the path and its permissions."

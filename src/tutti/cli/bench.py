@@ -65,10 +65,10 @@ def main(arguments: list[str]) -> int:
             f"tutti bench has no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}"
         )
     if is_rank() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # Until RankControl.stop_on_signals installs its handlers, Ctrl-C ends a rank at once. A
-        # KeyboardInterrupt could be lost inside the import of torch or in a destructor, and the
-        # rank would then wait for peers that have ended. If SIGINT is ignored (nohup, `&`), it
-        # remains ignored.
+        # Let Ctrl-C end this rank at once until RankControl.stop_on_signals installs its handlers.
+        # With Python's default handler, a KeyboardInterrupt could be lost inside the import of
+        # torch or in a destructor, and the rank would then wait for peers that have ended. If
+        # SIGINT is ignored (nohup, `&`), it remains ignored.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: int = import_module(f"tutti.cli.bench_{arguments[0]}").main(arguments[1:])
     return code
@@ -91,7 +91,7 @@ class RankFlags:
     start_timeout: float | None = None
     """Seconds to wait until all ranks have started (default 300)."""
     json: OutputFile | None = None
-    """Also write the results, with environment and command, to this file."""
+    """Also write the results, the environment and the command to this JSON file."""
     budget: float = 0.5
     """Seconds for each measurement."""
 
@@ -101,8 +101,8 @@ class ExpectFlags(RankFlags):
     """The flags of kinds that can compare their results with expectations."""
 
     expect: str | None = None
-    """Exit with 1 if a result misses its expectation. Expectations are the JSON file of an earlier
-    run, a TOML file of thresholds, or the word catalogue: published figures (not for pairs)."""
+    """Exit with 1 if a result misses its expectation. The value is the JSON file of an earlier run,
+    a TOML file of thresholds, or catalogue for published figures (not for pairs)."""
 
 
 Flags = TypeVar("Flags", bound=RankFlags)
@@ -126,9 +126,9 @@ def sizes_flag(text: str) -> list[int]:
 def expect_flag(
     options: ExpectFlags, bench: str, allowed: AllowedValues | None = None
 ) -> Expectation | None:
-    """Return the expectation, or None without --expect.
+    """Return the parsed value of --expect, or None if the flag is not given.
 
-    Raises UsageError if this run cannot check the expectation.
+    Raises UsageError if the results of this bench cannot be compared with the value.
     """
     if options.expect is None:
         return None
@@ -144,7 +144,7 @@ def is_rank() -> bool:
 
 
 def default_ranks(options: RankFlags) -> int:
-    """Return --ranks. The default is one rank per GPU, times --ranks-per-gpu, but at least 2."""
+    """Return --ranks. The default is number of GPUs × --ranks-per-gpu, but at least 2."""
     if options.ranks is not None:
         return options.ranks
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
@@ -233,8 +233,8 @@ class Session:
             write_json(self.json, self.schema, results)
 
     def check_planned_rows(self, planned: Row, expectation: Expectation | None) -> None:
-        """Raise UsageError if no planned row has a figure in the baseline or the catalogue."""
-        # A TOML file may have thresholds for rows of other runs, so it is not checked here.
+        """Raise UsageError before the measurement if --expect has no figure for any planned row."""
+        # Rules of a TOML file are checked only after the measurement.
         if expectation is not None and expectation.rules is None:
             with usage_error_on_rank_0(self.world):
                 expectations.unmet_expectations({"schema": self.schema, **planned}, expectation)
@@ -244,8 +244,8 @@ class Session:
     ) -> int:
         """Return 130 if stopped, 1 if results are wrong or an expectation is missed, else 0.
 
-        Rank 0 prints the missed expectations. The world must be closed before, because rank 0 alone
-        raises UsageError if no row could be checked.
+        Rank 0 prints the missed expectations. The world must be closed before this call, because
+        only rank 0 raises UsageError if no row could be checked.
         """
         if stopped:
             return INTERRUPTED
@@ -267,7 +267,7 @@ class Session:
 def open_session(
     options: RankFlags, schema: str, pin: bool | str, backend: str | None = None
 ) -> Iterator[Session]:
-    """Join the world, pin this rank, and yield the session of this bench.
+    """Join the world, pin this rank to CPUs, and yield the session of this bench.
 
     All ranks must enter the `with` block. Inside the block, Ctrl-C or SIGTERM stops the bench after
     the current round.

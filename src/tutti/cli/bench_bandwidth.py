@@ -42,8 +42,8 @@ class Bandwidth(bench.ExpectFlags):
     """Measure disjoint pairs at the same time. This is faster and shows which links are shared, but
     a slow link may be attributed to another pair."""
     pin: str = "own"
-    """CPUs of ranks: own (each rank gets its share), none (no pinning), or one CPU list per rank of
-    a host, separated by slashes: 0/1/32-35."""
+    """CPUs to which ranks are pinned: own (the CPUs of a host are divided among its ranks), none
+    (no pinning), or one CPU list per rank of a host, separated by slashes: 0/1/32-35."""
     budget: float = 0.2
     """Seconds for each kind of traffic, operation and size."""
 
@@ -126,7 +126,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
                 "complete": links.complete,
                 "failed": cases.failed,
                 "together": links.concurrent,
-                "timing": "p50 over passes; the receiver's clock, after a first window of messages",
+                "timing": "p50 over passes, measured by the receiver after a first untimed window",
                 "places": links.locations,
                 "world": session.world_json,
             }
@@ -137,7 +137,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         links.save = lambda: session.save(results())
         if world.is_first and not cases.crashed:
             session.print_ranks()
-            if backend == "gloo" == world.backend:  # gloo is not the default
+            if backend == "gloo" == world.backend:  # shm is the default, but it was not possible
                 print_note(f"note: gloo is used instead of shm: {world.reasons['backend']}")
             print_note(f"messages are sent with {backend}; 1 GB/s is 1e9 bytes per second")
 
@@ -150,8 +150,8 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         try:
             links.run()
         except Exception:
-            # Under torchrun, srun and mpirun, no new ranks continue after a crash. So the results
-            # so far are printed here.
+            # torchrun, srun and mpirun do not start new ranks that continue after a crash.
+            # Therefore print the results so far.
             if world.is_first and not cases.restarts:
                 print_results()
                 session.save(results())

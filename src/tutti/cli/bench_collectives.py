@@ -25,21 +25,22 @@ if TYPE_CHECKING:
 class Collectives(bench.ExpectFlags):
     """Measure collectives, all backends in turn in one run: tutti bench collectives --ranks 2
 
-    Columns and formulas are those of nccl-tests. The time is the p50 over calls, and a call takes
-    as long as on its slowest rank. The ratio is the time of the first backend divided by the time
-    of the backend in the row. Ranks are pinned, and results are checked bit by bit. Ctrl-C keeps
-    the results so far.
+    Columns and formulas are the same as in nccl-tests. The time of a call is its time on the
+    slowest rank, and the table shows the p50 over calls. The ratio is the time of the first backend
+    divided by the time of the backend in the row. Ranks are pinned to CPUs, and results are checked
+    bit by bit. Ctrl-C keeps the results so far.
     """
 
     ops: str = "all_reduce"
     """Comma-separated operations, or all."""
     sizes: str = "1K:64M:x4"
-    """Message sizes in bytes: 4,1K,64K or a range 1K:64M:x4 (times 4) or 1K:16K:+1K. K, M, G are
-    binary."""
+    """Message sizes in bytes: a list 4,1K,64K, or a range 1K:64M:x4 (each size is 4 times the one
+    before) or 1K:16K:+1K (steps of 1K). 1K is 1024 bytes."""
     backends: str | None = None
-    """gloo, shm, symmetric (shm on symmetric tensors; on CUDA tutti's own kernels), one-shot,
-    two-shot, ring (algorithms on symmetric tensors), staged (through a symmetric buffer), mpi,
-    nccl. Ratios are relative to the first backend. Default: gloo,shm; on CUDA nccl,symmetric."""
+    """Comma-separated backends (default: gloo,shm on the CPU, and nccl,symmetric on CUDA). gloo,
+    shm, nccl and mpi use ordinary tensors. symmetric uses tensors in symmetric memory; one-shot,
+    two-shot and ring select its algorithm. staged copies ordinary tensors through a symmetric
+    buffer. Ratios are relative to the first backend."""
     dtype: Literal[
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"
     ] = "float32"
@@ -52,7 +53,8 @@ class Collectives(bench.ExpectFlags):
     """For each torch.distributed backend, also measure this many calls in one comm.group(). The
     time is per call, and ratio is relative to single calls of the same backend."""
     spread: bool = False
-    """Also print min, p99 and cv, as nccl-tests -I does; result files always contain them."""
+    """Also print min, p99 and cv (standard deviation / mean), as nccl-tests -I does. The files of
+    --json and --csv always contain these columns."""
     iterations: str = "auto"
     """Number of timed calls of each backend and size. auto: the number that --budget allows."""
     warmup: int = 20
@@ -149,7 +151,7 @@ def _measure(
                     "skipped": sweep.skipped,
                     "failed": cases.failed,
                     "complete": sweep.complete,
-                    "timing": "p50 over calls; the time of a call is that of its slowest rank",
+                    "timing": "p50 over calls; the time of a call is its time on the slowest rank",
                     "world": session.world_json,
                     "round_trips": latency.rows,
                 }

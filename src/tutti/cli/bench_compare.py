@@ -69,7 +69,7 @@ def _print(changes: list[Change]) -> None:
     shown = [0, 1, 2, 3, 4] if width >= _FULL_WIDTH else [0, 2, 4]
     if changes:
         heads = [columns[position] for position in shown]
-        print_line(" ".join([f"# {'verdict':<7}", *heads, "same within", " what"]))
+        print_line(" ".join([f"# {'verdict':<7}", *heads, "same within", " figure"]))
     for change in sorted(changes, key=lambda change: VERDICTS.index(change.verdict)):
         old, new = ("" if v is None else f"{v:.5g}" for v in (change.old, change.new))
         spread_old, spread_new, limit = (

@@ -27,9 +27,9 @@ class Pairs(bench.ExpectFlags):
 
     Both sides of a pair do the same work in turn in one process group, and their results are
     compared. In each round, the speed-up is baseline time / optimized time. The table shows the
-    median over rounds, and as spread the first and the third quartile. A pair whose requirements
-    are not met is skipped with the reason. The exit code is 1 if results differ. Ctrl-C keeps the
-    results so far.
+    median over rounds. Its column spread shows the first and the third quartile. If a pair cannot
+    run on this machine, the output gives the reason. The exit code is 1 if results differ. Ctrl-C
+    keeps the results so far.
     """
 
     list: bool = False
@@ -85,7 +85,7 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
         def results() -> dict[str, Any]:
             return {
                 "rows": runs.rows,
-                "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
+                "speedup": "median over rounds of baseline time / optimized time, with quartiles",
                 "quick": options.quick,
                 "complete": len(runs.rows) == len(entries),
                 "world": session.world_json,
@@ -103,7 +103,7 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
 
         for entry in entries:
             if entry.name in cases.rows:
-                # Before another pair crashed, earlier ranks measured this pair and printed its row.
+                # This row was printed before another pair crashed and new ranks were started.
                 runs.rows.append(cases.rows[entry.name])
                 continue
             if entry.name in cases.crashed:

@@ -18,10 +18,10 @@ from tutti.world.rank_cases import Cases, start_cases
 class Symmetric(bench.RankFlags):
     """Measure symmetric memory: tutti bench symmetric --ranks 2
 
-    The latencies are those of calls from Python: p50 and p99 over rounds in which the
-    operations take turns. One-way latency is half of a round trip. Rank 0 accesses the memory of
-    rank 1; only barrier, fetch_add on one counter, and all_reduce involve all ranks. Results are
-    checked. Ctrl-C keeps the results so far.
+    A latency is the time of a call from Python. In each round, the operations take turns; the table
+    shows p50 and p99 over all calls. One-way latency is half of a round trip. Rank 0 accesses the
+    memory of rank 1; only barrier, fetch_add on one counter, and all_reduce involve all ranks.
+    Results are checked. Ctrl-C keeps the results so far.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = 2

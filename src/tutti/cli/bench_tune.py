@@ -1,4 +1,7 @@
-"""tutti bench tune: find the fastest path for each message size; save the table for tutti.comm."""
+"""tutti bench tune: find the fastest path for each message size; save the table for tutti.comm.
+
+A path is an implementation of a collective, such as NCCL or tutti's one-shot kernels.
+"""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,15 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tune(bench.RankFlags):
-    """Measure which path is fastest at which size, and save the table: tutti bench tune
+    """Find the fastest path for each message size, and save the table: tutti bench tune
 
-    tutti.comm reads the table: if a group has several paths (today all_reduce on CUDA, with NCCL or
-    with one-shot kernels on symmetric memory), the table selects the path by size. The table
-    applies to machines of this kind and this number of ranks. Ctrl-C writes no table.
+    A path is an implementation of a collective. Today only all_reduce on CUDA has several paths:
+    NCCL, and one-shot kernels on symmetric memory. tutti.comm reads the table and selects the path
+    by message size. The table applies to machines of this kind with this number of ranks. If Ctrl-C
+    stops the command, no table is written.
     """
 
     sizes: str = "1K:8M:x2"
-    """Message sizes in bytes: 1K,64K or a range 1K:8M:x2. K, M, G are binary."""
+    """Message sizes in bytes: a list 1K,64K, or a range 1K:8M:x2. 1K is 1024 bytes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the elements."""
     budget: float = 0.5

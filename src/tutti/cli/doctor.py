@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tutti.machine.checks.cluster import Cluster
     from tutti.world.rendezvous import RankInfo
 
-# How long ranks wait for the results of a rank that is still running a probe.
+# Seconds that ranks wait for the results of a rank that is still running a probe.
 _GATHER_SECONDS = 120.0
 _ALL_REDUCE_SECONDS = 30.0
 _ALL_REDUCE_ELEMENTS = 100_003
@@ -157,7 +157,7 @@ def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
 def _rendezvous(
     identity: Identity, start_timeout: float
 ) -> "Iterator[tuple[Sequence[RankInfo], dist.Store]]":
-    """Yield the RankInfo of all ranks, and a store that no other start of the world uses."""
+    """Yield the RankInfo of all ranks, and a store without keys of earlier starts of the world."""
     import torch.distributed as dist
 
     from tutti.world.placement import visible_gpus
@@ -165,7 +165,7 @@ def _rendezvous(
 
     try:
         gpus = visible_gpus()
-    except RuntimeError:  # the checks report a driver that does not start
+    except RuntimeError:  # the driver does not start, which one of the checks reports
         gpus = []
     rendezvous = open_rendezvous(identity, start_timeout)
     address = local_address_towards(rendezvous.host) if rendezvous.host else None
@@ -194,10 +194,12 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
         except RanksMissing as missing:
             raise UsageError(
                 f"{name_ranks(missing.ranks)} did not answer for {_GATHER_SECONDS:.0f} s. "
-                "See the output of this rank, or run tutti doctor on its host alone."
+                "See the output of that rank, or run tutti doctor on its host alone."
             ) from None
         except RuntimeError:
-            raise UsageError("the store ended with rank 0. See the output of rank 0.") from None
+            raise UsageError(
+                "rank 0 exited, and with it the rendezvous store. See the output of rank 0."
+            ) from None
 
     machines = list(dict.fromkeys(info.machine for info in ranks))
     hosts = [machines.index(info.machine) for info in ranks]
@@ -216,7 +218,7 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
 def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
     """Return the UUID of each rank's GPU, or None for all ranks if they run on the CPU.
 
-    As in tutti.init, the ranks of a host use its GPUs in turn.
+    As in tutti.init, the GPUs of a host are assigned to its ranks round-robin.
     """
     if device == "cpu" or not all(info.gpus for info in ranks):
         return [None] * len(ranks)

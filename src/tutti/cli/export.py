@@ -21,11 +21,17 @@ class ExportFlags:
     """Run directory, which is the --out directory of tutti train."""
     to: Path
     """New directory for the exported files."""
-    format: Literal["safetensors", "hf", "state_dict"] | None = None
+    format: Literal["safetensors", "hf", "state_dict", "adapter"] | None = None
     """hf: a folder for from_pretrained. safetensors: the weights as safetensors files. state_dict:
-    model.pt for torch.load (default: hf for a run of --model hf:FOLDER, else safetensors)."""
-    step: int | None = None
-    """Step of the checkpoint to export (default: the newest complete checkpoint)."""
+    model.pt for torch.load. adapter: only the LoRA adapter of a run with --lora, as a folder for
+    PeftModel.from_pretrained; the other formats contain the adapter merged into the weights
+    (default: hf for a run of --model hf:FOLDER, else safetensors)."""
+    checkpoint: str = "last"
+    """Checkpoint to export: last (the newest complete checkpoint), best (the checkpoint with the
+    best score of --keep-best), or the number of its step."""
+    ema: bool | None = None
+    """Export the moving average of the weights, or with --no-ema the weights themselves. Default:
+    the average if the run was trained with --ema."""
 
 
 def main(arguments: list[str]) -> int:
@@ -33,8 +39,9 @@ def main(arguments: list[str]) -> int:
 
     from tutti.train.checkpoint.exported_weights import Export
 
-    export = Export(options.run, options.step, options.to, options.format)
+    export = Export(options.run, options.checkpoint, options.to, options.format, options.ema)
     export.write()
-    tensors = f"{len(export.entries)} tensors, {format_bytes(export.nbytes)}"
+    average = " of the moving average" if export.ema else ""
+    tensors = f"{len(export.entries)} tensors{average}, {format_bytes(export.nbytes)}"
     print(f"step {export.index['step']}: {tensors}, format {export.kind}, in {options.to}")
     return 0

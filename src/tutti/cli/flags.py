@@ -26,7 +26,7 @@ from tutti.world.errors import UsageError, checked_seconds, closest_name
 Flags = TypeVar("Flags")
 _MAX_HELP_WIDTH = 100
 _HELP_COLUMN = 26
-_TITLES = {"settings": "training"}  # help titles that differ from the field name
+_TITLES = {"settings": "training"}  # section titles in the help that differ from the field name
 _PLACEHOLDERS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -50,7 +50,7 @@ InputPath = Annotated[Path, _PathCheck(partial(check_input, kind="any"), "Check 
 def parse(
     kind: type[Flags], program: str, arguments: Sequence[str], default: Flags | None = None
 ) -> Flags:
-    """Return the flags as a dataclass. Raise UsageError with the closest name for a wrong flag.
+    """Return the flags as a dataclass. Raise UsageError for an unknown flag or a wrong value.
 
     `default` has the values of flags that are not in `arguments`. With `default`, flags of nested
     dataclasses need no prefix.
@@ -113,7 +113,7 @@ def _path_check(hint: Any) -> _PathCheck | None:
 
 
 def check_path(flag: str, path: Path, hint: Any) -> None:
-    """Raise UsageError if a path does not fit a type such as OutputFile."""
+    """Raise UsageError if a path fails the check of `hint`, a type such as OutputFile."""
     path_check = _path_check(hint)
     assert path_check is not None
     try:
@@ -126,7 +126,7 @@ def check_path(flag: str, path: Path, hint: Any) -> None:
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
-    """Return the value of one flag, or None if it is missing. Other flags are not checked."""
+    """Return the value of one flag, or None if the flag is missing. Ignore all other flags."""
     value = None
     for argument, following in pairwise([*arguments, None]):
         assert argument is not None
@@ -168,6 +168,40 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (flags, command): the arguments before and after the first `--`."""
     position = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:position]), list(arguments[position + 1 :])
+
+
+def split_own_flags(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags that the dataclass `kind` defines, and all other arguments."""
+    flags = [flag for _, section in flag_sections(kind) for flag in section]
+    switches = {flag.name for flag in flags if flag.hint is bool}
+    switches |= {"-h", "--help", *(name.replace("--", "--no-", 1) for name in switches)}
+    names = switches | {
+        name for flag in flags for name in re.findall(r"--?[a-z][\w-]*", flag.usage)
+    }
+    own: list[str] = []
+    others: list[str] = []
+    expects_value = False  # the next argument is the value of a flag of `kind`
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        (own if name in names or expects_value else others).append(argument)
+        expects_value = name in names and "=" not in argument and name not in switches
+    return own, others
+
+
+def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the arguments without these flags and their values."""
+    remaining: list[str] = []
+    skip_value = False
+    for argument in arguments:
+        # `--lr_sweep=1` is the flag `--lr-sweep` with its value.
+        flag, equals, _ = argument.partition("=")
+        if skip_value:
+            skip_value = False
+        elif flag.replace("_", "-") in flags:
+            skip_value = not equals
+        else:
+            remaining.append(argument)
+    return remaining
 
 
 # -- help ------------------------------------------------------------------------------------------
@@ -318,7 +352,7 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
         return f"{flag!r} is not expected here. See {program} --help."
-    # Compare names without dashes, because dashes, which all flags have, make names similar.
+    # Compare names without leading dashes, which would make any two flags look similar.
     bare = {name.lstrip("-"): name for name in names}
     bare_flag = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
     close = closest_name(bare_flag, bare)

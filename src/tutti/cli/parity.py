@@ -136,7 +136,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         for layout in layouts:
             name = str(layout)
             if name in cases.rows:
-                # Earlier ranks printed this row, before another layout crashed.
+                # This row was printed before another layout crashed and new ranks were started.
                 rows.append(cases.rows[name])
                 continue
             if name in cases.crashed:
@@ -144,7 +144,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
             else:
                 with cases.running(name, world.rank):
                     rows.append(check_layout(workload, layout, world, reference))
-                gc.collect()  # engines in reference cycles keep process groups alive
+                gc.collect()  # an engine in a reference cycle would keep its process groups alive
             if table is not None:
                 table.add(rows[-1])
                 # Write after each row, because the next layout may fail or be interrupted.
@@ -167,10 +167,10 @@ def _title(options: Parity, workload: "Workload", world: "World") -> str:
     full, uneven = workload.counts[:2]
     return (
         f"{settings.model or options.recipe} in {settings.precision} on {world.device.type}, "
-        f"compared with one device in float64: {settings.steps} steps of {full} and {uneven} "
-        f"samples. Relative errors; tolerances are {tolerance.loss:g} (loss, norm), "
-        f"{tolerance.gradient:g} (gradient), {tolerance.update:g} (updates by SGD and AdamW) and "
-        f"{tolerance.buffer:g} (buffers, such as running statistics).{note}"
+        f"compared with one device in float64: {settings.steps} steps, alternately of {full} and "
+        f"{uneven} samples. Errors are relative. The tolerances are {tolerance.loss:g} (loss and "
+        f"norm), {tolerance.gradient:g} (gradient), {tolerance.update:g} (updates by SGD and "
+        f"AdamW) and {tolerance.buffer:g} (buffers, such as running statistics).{note}"
     )
 
 
@@ -203,10 +203,11 @@ def _write(
 # -- --show-schedule -------------------------------------------------------------------------------
 
 _LEGEND = """\
-# F3 is the forward of microbatch 3 (5F3: on stage 5), and B is a backward.
-# I and W are its two halves: gradients of inputs and of weights. Dots: idle.
-# Counted: F, I and W take 1 unit of time, B takes 2, communication takes 0.
-# Measured: the label of a short action is cut off."""
+# F3 is the forward of microbatch 3, and 5F3 is this forward on stage 5.
+# B is a backward. I and W are the two halves of a backward: the gradients of
+# inputs and of weights. A dot is idle time.
+# Simulated: F, I and W take 1 unit of time, B takes 2, communication takes 0.
+# Measured: if an action is short, its label is cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +268,7 @@ def _print_schedule(
     formula = bubble_formula(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank)
     print(
         f"schedule {flags.pipeline_schedule}: {flags.pp} ranks × {per_rank} "
-        f"stage{'s' * (per_rank > 1)}, {flags.accumulation} microbatches\n{_LEGEND}\n\ncounted"
+        f"stage{'s' * (per_rank > 1)}, {flags.accumulation} microbatches\n{_LEGEND}\n\nsimulated"
     )
     print("\n".join(draw(simulated)))
     if measured is not None:
@@ -277,7 +278,7 @@ def _print_schedule(
         print("\n".join(draw(measured, unit)))
     bubbles = {"counted": bubble(simulated), "formula": formula}
     bubbles |= {} if measured is None else {"measured": bubble(measured)}
-    labels = {"counted": "counted", "formula": "by the formula", "measured": "measured"}
+    labels = {"counted": "simulated", "formula": "by the formula", "measured": "measured"}
     shares = [f"{labels[key]} {share:.1%}" for key, share in bubbles.items() if share is not None]
     print(f"\nbubble: {', '.join(shares)}")
     if note:
@@ -308,7 +309,8 @@ def _measure_schedule(flags: ShowSchedule) -> int:
         # Count the CPUs of all ranks, because ranks may be bound to different CPUs.
         cpus = len({cpu for rank_cpus in gather_json(allowed_cpus()) for cpu in rank_cpus})
         if note is None and world.device.type == "cpu" and cpus < world.size:
-            note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)} and also wait for CPUs"
+            shared = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}"
+            note = f"{shared}, so the measured times include waiting for a CPU"
         return _print_schedule(flags, measured, note) if world.is_first else 0
 
 

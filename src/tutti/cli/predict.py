@@ -15,7 +15,8 @@ import tyro
 
 from tutti.cli.flags import InputFile, InputFolder, OutputFile, check_at_least, check_path, parse
 from tutti.cli.results import WorldFlags, print_start, usage_error_on_rank_0, write_json
-from tutti.models.pretrained import ModelError, check_source, split_source
+from tutti.models.lora_layers import check_adapter_files, check_peft, read_adapter
+from tutti.models.pretrained import ModelError, check_source, read_folder, split_source
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import with_values
 from tutti.train.recipe_check import check_model_and_data
@@ -24,6 +25,7 @@ from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
+    from tutti.models.lora_layers import AdapterFolder
     from tutti.parallel.layout import Layout
     from tutti.predict.predict_dataset import TrainedRun
     from tutti.train.checkpoint import Loaded
@@ -46,8 +48,16 @@ class Predict(WorldFlags):
     """Run directory, which is the --out directory of tutti train."""
     model: str | None = None
     """hf:FOLDER generates text with the Hugging Face model in FOLDER. No run is needed."""
-    step: int | None = None
-    """Step of the checkpoint to load (default: the newest complete checkpoint)."""
+    adapter: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """Folder with a LoRA adapter of --model, which peft or tutti export wrote. The flag may be
+    given several times: then all prompts are continued with each adapter in turn, and the model is
+    loaded only once."""
+    checkpoint: str = "last"
+    """Checkpoint to load: last (the newest complete checkpoint), best (the checkpoint with the best
+    score of --keep-best), or the number of its step."""
+    ema: bool | None = None
+    """Use the moving average of the weights, or with --no-ema the weights themselves. Default: the
+    average if the run was trained with --ema."""
     split: Literal["test", "train"] = "test"
     """Part of the dataset to predict."""
     dataset: str | None = None
@@ -57,7 +67,7 @@ class Predict(WorldFlags):
     limit: int | None = None
     """Predict only the first N samples (default: all samples)."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text that a gpt model continues. May be given several times."""
+    """Text that a gpt model continues. The flag may be given several times."""
     prompts: InputFile | None = None
     """File with one prompt per line."""
     tokens: int = 200
@@ -114,21 +124,30 @@ def _check(options: Predict) -> None:
             raise UsageError(f"{flag} has no effect {condition} --prompt. Omit {flag}.")
     if options.has_prompts and options.precision in ("bf16", "fp16"):
         raise UsageError(
-            "--precision must be float32 or float64 for prompts, because generated texts would "
-            f"differ between layouts, got {options.precision}"
+            f"--precision must be float32 or float64 for prompts, got {options.precision}, with "
+            "which the same prompt would give different texts in different layouts"
         )
     check_at_least(1, options, "limit", "batch", "tokens")
     if (options.run is None) == (options.model is None):
-        raise UsageError("give either --run, a run of tutti train, or --model hf:FOLDER")
+        raise UsageError("give exactly one of --run DIR (a run of tutti train) and --model hf:DIR")
     if options.model is not None and not options.has_prompts:
         raise UsageError(f"--model {options.model} generates text: add --prompt or --prompts")
-    if options.model is not None and options.step is not None:
-        raise UsageError("--step has no effect with --model. Omit --step.")
+    for flag, given in (
+        ("--checkpoint", options.checkpoint != "last"),
+        ("--ema", options.ema is not None),
+    ):
+        if options.model is not None and given:
+            raise UsageError(f"{flag} has no effect with --model. Omit {flag}.")
     if (source := split_source(options.model or "")) is not None:
         try:
             check_source(*source)
+            for path in options.adapter:
+                check_peft("--adapter")
+                check_adapter_files(read_adapter(path), read_folder(source[1]))
         except ModelError as error:
             raise UsageError(str(error)) from None
+    if options.adapter and options.model is None:
+        raise UsageError("--adapter needs --model hf:FOLDER, the base model of the adapter")
     if not 0 <= options.temperature < math.inf:
         raise UsageError(f"--temperature must be at least 0, got {options.temperature:g}")
 
@@ -141,7 +160,9 @@ def _check_before_start(options: Predict, ranks: int) -> None:
         _prompts(options)
     if options.run is None:
         return
-    recipe = read_trained_run(options.run, options.step)
+    recipe = read_trained_run(options.run, options.checkpoint)
+    if options.ema and recipe.optimization.ema is None:
+        raise UsageError(f"--ema: {options.run} was trained without --ema. Omit --ema.")
     if options.has_prompts:
         if split_source(recipe.model) is None:
             check_generates_text(recipe, options.run)
@@ -156,17 +177,20 @@ def _check_before_start(options: Predict, ranks: int) -> None:
 def _predict(options: Predict) -> int:
     from tutti.predict.predict_dataset import TrainedRun
     from tutti.train.init import agree
+    from tutti.world.exchange import gather_json
 
     def open_run() -> TrainedRun:
         if options.model is not None:
             return TrainedRun.of_folder(options.model, options.precision)
         assert options.run is not None
-        return TrainedRun.open(options.run, options.step, options.precision)
+        return TrainedRun.open(options.run, options.checkpoint, options.precision, options.ema)
 
     with options.join_world() as world:
         with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
             run = agree(open_run)
+            # A running training may have saved a better checkpoint between the reads of two ranks.
+            run = replace(run, step=gather_json(run.step)[0])
             prepare = _generate_text if options.has_prompts else _predict_dataset
             execute = prepare(options, world, run, layout)
         results = execute()
@@ -205,6 +229,7 @@ def _generate_text(
     from tutti import comm
     from tutti.predict import generate_text
     from tutti.predict.predict_dataset import prediction_file
+    from tutti.predict.switch_adapters import Adapters
     from tutti.train.init import agree, hugging_face_folder
 
     def read_prompts() -> tuple[generate_text.TextModel, list[str]]:
@@ -226,10 +251,12 @@ def _generate_text(
 
     sampling = generate_text.Sampling(options.temperature, options.top_k, options.seed)
     text, own_prompts = agree(read_prompts)
+    folders: list[AdapterFolder] = []
     # All ranks use the prompts of rank 0.
     prompts: list[str] = comm.gather_json(own_prompts)[0]
     if isinstance(text, generate_text.TokenizerText):
-        generator, loaded = generate_text.place_hugging_face(world, run, layout, text)
+        folders = agree(lambda: [read_adapter(path) for path in options.adapter])
+        generator, loaded = generate_text.place_hugging_face(world, run, layout, text, folders)
     else:
         generator, loaded = generate_text.place_gpt(world, run, layout, run.gpt_config())
     _describe(world, loaded, generator.engine.description)
@@ -240,14 +267,24 @@ def _generate_text(
             write = None
             if options.out is not None and world.is_first:
                 write = stack.enter_context(prediction_file(options.out))
-            for batch in generator.run(prompts, options.tokens, options.batch or 1, sampling):
-                for completion in batch:
-                    generated += completion.tokens
-                    if len(prompts) > 1:
-                        print(f"--- prompt {completion.index}")
-                    print(completion.prompt + completion.text, flush=True)
-                    if write is not None:
-                        write(f"{json.dumps(asdict(completion))}\n".encode())
+            adapters = None
+            if options.adapter:
+                adapters = stack.enter_context(Adapters(generator.engine, folders))
+            for number, adapter in enumerate(options.adapter or [None]):
+                if adapters is not None:
+                    adapters.activate(number)
+                for batch in generator.run(prompts, options.tokens, options.batch or 1, sampling):
+                    for completion in batch:
+                        generated += completion.tokens
+                        if len(prompts) > 1 or len(options.adapter) > 1:
+                            of_adapter = f", adapter {adapter}" if adapter else ""
+                            print(f"--- prompt {completion.index}{of_adapter}")
+                        print(completion.prompt + completion.text, flush=True)
+                        if write is not None:
+                            row = asdict(completion) | (
+                                {"adapter": str(adapter)} if adapter else {}
+                            )
+                            write(f"{json.dumps(row)}\n".encode())
         rate = generated / (time.perf_counter() - began)
         if world.is_first:
             print(f"{generated} tokens, {rate:,.1f} tokens/s", file=sys.stderr)

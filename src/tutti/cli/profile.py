@@ -53,13 +53,15 @@ class Profile:
     """Record tensor shapes on GPUs, too. On CPUs shapes are always recorded, because message sizes
     are derived from them."""
     memory: bool = False
-    """Record memory allocations. tutti train writes its memory by cause into summary.json."""
+    """Split each rank's peak memory into parameters, gradients, optimizer state, activations by
+    module, communication buffers, fragmentation and other. Two steps before the recording are
+    counted. Also record memory allocations in the traces."""
     stacks: bool = False
     """Record Python stacks. This is slow and makes traces large."""
     try_advice: bool = False
     """After the recording, apply the first advice that can be applied without editing the program,
-    and measure its gain: 5 runs without and 5 runs with the change, in turns. Every run ends after
-    the steps that it needs."""
+    and measure its gain with 10 runs: 5 without and 5 with the change, alternately. Each run is
+    stopped when enough steps have been timed."""
     tensorboard: OutputFolder | None = None
     """Also copy the traces into this directory, for TensorBoard's profile plugin."""
     nvtx: bool = False
@@ -183,10 +185,12 @@ def _try_advice(command: list[str], rows: dict[str, Any], out: Path) -> None:
     for line in skipped:
         print(f"tutti profile: {line}", file=sys.stderr)
     if advice is None:
-        reason = "there is no other advice" if skipped else "no gain exceeds the noise of the steps"
+        reason = "no other advice is left"
+        if not skipped:
+            reason = "no predicted gain exceeds the variation between steps"
         print(
-            f"tutti profile: --try-advice has nothing to try: {reason}. More steps show smaller "
-            "gains, for example --active 40.",
+            f"tutti profile: --try-advice has nothing to try: {reason}. With more steps, for "
+            "example --active 40, smaller gains can be detected.",
             file=sys.stderr,
         )
         return

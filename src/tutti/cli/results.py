@@ -67,7 +67,7 @@ class WorldFlags:
 
 
 def print_start(command: str, ranks: int) -> None:
-    """Print on a terminal that the command has begun. Loading torch may take ten seconds."""
+    """Print that ranks are starting, if stderr is a terminal. Loading torch may take 10 s."""
     if sys.stderr.isatty():
         count = f"{ranks} rank{'s' * (ranks != 1)}"
         print(f"tutti {command}: starting {count}", file=sys.stderr, flush=True)

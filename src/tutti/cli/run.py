@@ -32,8 +32,8 @@ class Run:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto selects CUDA if a GPU is visible; cpu hides the GPUs."""
     ranks_per_gpu: int = 1
-    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. A number
-    above 1 starts a private MPS server."""
+    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. With a
+    number above 1, tutti starts its own server of NVIDIA MPS (Multi-Process Service)."""
     show: Literal["all", "first"] = "all"
     """Output to print. all prints the output of every rank, with the rank number before each line.
     first prints the unchanged output of rank 0."""
@@ -66,7 +66,8 @@ def python_command(command: list[str]) -> list[str]:
         # package in this process.
         top = command[1].partition(".")[0]
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"-m {command[1]}: {top} is neither in this directory nor installed")
+            missing = f"{top} is neither in this directory nor installed"
+            raise UsageError(f"-m {command[1]}: {missing}. Check the name.")
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":

@@ -1,6 +1,5 @@
 """tutti scale: run a job with several numbers of ranks, and explain the lost efficiency."""
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,11 +10,19 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import OutputFile, OutputFolder, check_at_least, parse, split_at_dashes
+from tutti.cli.flags import (
+    OutputFile,
+    OutputFolder,
+    check_at_least,
+    parse,
+    split_at_dashes,
+    split_own_flags,
+)
 from tutti.cli.results import write_json
 from tutti.cli.train import (
     Train,
     check_before_start,
+    check_timed_run,
     print_learning_rates,
     read_flags,
     train_learning_rates,
@@ -58,19 +65,20 @@ class Scale:
     """Comma-separated numbers of ranks, such as 1,2,4. Efficiency is relative to the run with
     the fewest ranks."""
     mode: Literal["strong", "weak"] | None = None
-    """strong means that all ranks share one global batch. weak means that each rank keeps its own
-    batch. For a recipe, this flag sets the batch (default: strong). For a program, it states what
-    the program does (default: weak)."""
+    """strong: the global batch is the same for every number of ranks. weak: the batch of each rank
+    is the same for every number of ranks. For a recipe, this flag sets the batch (default: strong).
+    For a program, this flag states how the program sets its batch (default: weak)."""
     repeats: int = 3
     """Number of runs with each number of ranks."""
     until_clear: bool = False
-    """Add repeats until the causes of the lost efficiency are clear, up to 4 times --repeats."""
+    """Add repeats until the largest cause of lost efficiency exceeds the variation between repeats,
+    or all causes are small, up to 4 times --repeats."""
     steps: int | None = None
     """Number of timed steps per run (default: 20)."""
     settle: int = 5
     """Number of steps to skip at the start of a run."""
     active: int = Schedule.recorded
-    """Number of steps to record with the profiler, after the timed steps."""
+    """Number of steps to record with the profiler. On CPUs they alternate with the timed steps."""
     sweep: str | None = None
     """A flag of tutti train and its values, such as bucket-mb=1,5,25 or batch=4,8. Every value is
     run with every number of ranks. lr=0.1,0.2 compares losses, like tutti train --lr-sweep."""
@@ -95,10 +103,11 @@ class Scale:
 
 def main(arguments: list[str]) -> int:
     flags, command = split_at_dashes(arguments)
-    own_flags, train_flags = _split_flags(flags)
+    own_flags, train_flags = split_own_flags(Scale, flags)
     options = parse(Scale, "tutti scale", own_flags)
     if command[:1] == ["train"] or command[:2] == ["tutti", "train"]:
-        train_flags += command[command.index("train") + 1 :]  # same as flags before the dashes
+        # Flags after `-- train` mean the same as flags before the dashes.
+        train_flags += command[command.index("train") + 1 :]
         command = []
     if options.ranks is None:
         raise UsageError("--ranks is required. Use numbers of ranks such as --ranks 1,2,4.")
@@ -116,28 +125,13 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"there is no job to run. {cure}")
     if command and train_flags:
         raise UsageError(
-            f"there is no flag {train_flags[0]}. See tutti scale --help. Write flags of a program "
-            "after the program."
+            f"there is no flag {train_flags[0]}. See tutti scale --help. Write the flags of a "
+            "program after its name."
         )
     _check(options)
     if command:
         return _scale_program(options, sizes, command)
     return _scale_recipe(options, sizes, train_flags)
-
-
-def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of this command, and the flags for tutti train."""
-    names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Scale)}
-    without_value = {"-h", "--help", "--until-clear", "--no-until-clear"}
-    names |= {"-n", *without_value}
-    own_flags: list[str] = []
-    train_flags: list[str] = []
-    expects_value = False  # the next argument is the value of a flag of this command
-    for argument in flags:
-        name = argument.partition("=")[0].replace("_", "-")
-        (own_flags if name in names or expects_value else train_flags).append(argument)
-        expects_value = name in names and "=" not in argument and name not in without_value
-    return own_flags, train_flags
 
 
 def _check(options: Scale) -> None:
@@ -262,7 +256,7 @@ def _measure(
         scaling = Scaling(series.runs, mode)
         results = scaling.results()
         results |= {"rows": add_verdicts(results["rows"])}
-        results |= {"notes": [*scaling.notes(), *job.notes(sizes)], "sweep": []}
+        results |= {"notes": [*scaling.notes(), *job.notes(sizes), *series.notes()], "sweep": []}
         if any(sweep):
             results |= {"rows": [], "forecast": no_forecast("a flag was swept")}
             results["sweep"] = sweep_rows(series.runs, mode)
@@ -277,14 +271,14 @@ def _measure(
         return 130
     if series.failure is not None:
         print(f"tutti scale: {series.failure}", file=sys.stderr)
-        return 2
+        return 1 if series.crashed else 2
     return 0
 
 
 def _add_repeats(
     series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
 ) -> None:
-    """Add repeats until the causes in every row are clear, up to 4 times --repeats."""
+    """Add repeats until every row is clear (see efficiency.py), up to 4 times --repeats."""
     for repeat in range(repeats, 4 * repeats):
         ended = series.stopped or series.failure is not None
         if ended or all(row["clear"] for row in Scaling(series.runs, mode).rows()[1:]):
@@ -302,8 +296,5 @@ def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
 def _read_train_flags(flags: Sequence[str], ranks: int) -> tuple[Train, Recipe]:
     """Return the result of `read_flags`, with {ranks} replaced by the number of ranks."""
     options, base = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
-    for name in ("resume", "profile", "lr_sweep"):
-        if getattr(options, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} only works with tutti train. Omit {flag}.")
+    check_timed_run(options)
     return options, base

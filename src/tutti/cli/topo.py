@@ -239,8 +239,8 @@ def _gpu_lines(
         yield f"      {text}, to {' and '.join(kinds)}" if kinds else f"      {text}"
         for link in gpu.nvlinks:
             errors = ", ".join(f"{count} {kind}" for kind, count in link.errors.items())
-            # If all links are inactive, NVLink is not in use (a single GPU in a virtual machine),
-            # and inactive links are not worth a warning.
+            # Do not warn if all links are inactive: NVLink is then not in use, for example with a
+            # single GPU in a virtual machine.
             if (not link.active and active) or errors:
                 state = "active" if link.active else "INACTIVE"
                 yield f"      link {link.index}: {state}{', errors: ' * bool(errors)}{errors}"
@@ -265,7 +265,7 @@ def _nic_lines(topology: Topology, nic: Interface) -> Iterator[str]:
 def _legend_lines(topology: Topology) -> Iterator[str]:
     shown = [link for link in topology.links if link.a.startswith("GPU")]
     used = {"NV#" if link.nvlinks else link.link_class for link in shown} | {"X"}
-    # The reason for an unknown class is usually the same for all pairs, so only the first is shown.
+    # The reason for an unknown class is usually the same for all pairs. Show only the first reason.
     unknown = next((f": {link.reason}" for link in shown if link.link_class == "?"), "")
     for link_class, meaning in LINK_CLASSES.items():
         if link_class in used:

@@ -1,12 +1,12 @@
 """tutti train: trains a recipe on one rank or many."""
 
+import io
 import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from time import strftime
@@ -14,24 +14,44 @@ from typing import Annotated, Any
 
 import tyro
 
-from tutti.cli.flags import OutputFolder, flag_value, parse
+from tutti.cli.flags import OutputFolder, flag_value, parse, without_flags
 from tutti.cli.results import WorldFlags, print_start, usage_error_on_rank_0
 from tutti.models.config import OwnModelConfig
-from tutti.models.pretrained import model_name
 from tutti.parallel.layout import Layout
-from tutti.train.recipe import RECIPES, Recipe, read_recipe_and_ranks, write_recipe
+from tutti.train.recipe import (
+    RECIPES,
+    Recipe,
+    built_in_recipe,
+    default_recipe,
+    read_recipe_and_ranks,
+    without_overridden,
+)
 from tutti.train.recipe_check import check_flags_have_effect, check_recipe
-from tutti.train.run_directory import RunDirectory, csv_of
+from tutti.train.run_directory import WANDB_METRICS, RunDirectory, check_wandb
+from tutti.train.train_run import (
+    GRACE_SECONDS,
+    complete_run,
+    describe_end,
+    describe_start,
+    run_name,
+    start_run,
+)
 from tutti.train.training_schedule import check_numbers
-from tutti.world.errors import OutOfMemory, UsageError
+from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
 
 # Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped and --resume can continue.
 STOPPED = 75
-# Time between Ctrl-C or SIGTERM and SIGKILL, in which ranks write a checkpoint.
-_GRACE_SECONDS = 60.0
+# Flags whose values a plan must not change.
+PLANNED_FLAGS = (
+    "--batch",
+    "--accumulation",
+    "--checkpoint-activations",
+    "--pipeline-schedule",
+    "--bucket-mb",
+)
 # Pairs of a flag and the flag that overrides it.
 _OVERRIDDEN = (
     ("--epochs", "--steps"),
@@ -68,6 +88,8 @@ class Train(WorldFlags):
     """With --resume: print test loss and metric of the last checkpoint, without training."""
     tensorboard: bool = False
     """Also write TensorBoard files into the run directory, including the traces of --profile."""
+    wandb: str | None = None
+    """Also log the metrics to this project of Weights & Biases. Needs pip install wandb."""
     benchmark: bool = False
     """Measure the throughput: train 50 steps (or --steps) on synthetic data, without evaluation and
     checkpoints."""
@@ -79,24 +101,42 @@ class Train(WorldFlags):
     lr_sweep: str | None = None
     """Comma-separated learning rates to compare, such as 0.05,0.1,0.2. Trains once for each
     learning rate and each number in --ranks."""
+    lr_find: int | None = None
+    """Suggest a value for --lr: train N steps, such as 100, while the learning rate grows from 1e-7
+    to 10, and print the losses. Writes no run directory."""
+    batch_find: bool = False
+    """Find the largest --batch that fits into memory with these ranks, in short runs of new
+    processes. Writes no run directory."""
 
     def run_directory(self) -> Path:
-        name = Path(self.recipe).stem
-        if self.recipe in RECIPES and ":" in self.settings.model:
-            name = model_name(self.settings.model)
+        name = run_name(self.settings, self.recipe)
         return self.out or Path("runs") / f"{name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
 def main(arguments: list[str]) -> int:
     options, base = read_flags(arguments)
     starts_ranks = identify(os.environ).launcher == "python"
+    if options.settings.parallel.layout == "auto":
+        if not starts_ranks:
+            raise UsageError(
+                "--layout auto needs tutti train to start the ranks: run tutti plan first, and "
+                "give its layout"
+            )
+        arguments = _with_best_layout(options, arguments)
+        options, base = read_flags(arguments)
     if options.resume and options.out is None:
         raise UsageError("--resume needs the directory of the run. Add --out DIR.")
     if options.evaluate_only and not (options.resume and options.settings.length.evaluate):
         missing = "--evaluate" if options.resume else "--resume --out RUN"
         raise UsageError(f"--evaluate-only needs a checkpoint and test data: add {missing}")
+    for name in ("tensorboard", "wandb", "profile", "benchmark"):
+        if options.evaluate_only and getattr(options, name):
+            raise UsageError(f"--{name} has no effect with --evaluate-only. Omit one of them.")
     if starts_ranks:
+        _check_modes(options)
         _check_combinations(options, arguments)
+    elif options.batch_find and not _is_attempt(options, arguments):
+        raise UsageError("--batch-find starts its own ranks: use --ranks N instead of a launcher")
     if options.lr_sweep is not None:
         for ranks in _numbers(options.ranks or "1", "--ranks", int):
             check_before_start(options, base, int(ranks))
@@ -108,10 +148,43 @@ def main(arguments: list[str]) -> int:
         return _train(options, base)
     ranks = _local_ranks(options)
     check_before_start(options, base, ranks)
+    if options.batch_find:
+        return _find_batch(options, base, arguments, ranks)
     if options.ranks is None and ranks == 1:
         return _train(options, base)
     command = ["train", *arguments, "--out", str(options.run_directory())]
-    return options.start_ranks(command, ranks, grace=_GRACE_SECONDS)
+    return options.start_ranks(command, ranks, grace=GRACE_SECONDS)
+
+
+def _with_best_layout(options: Train, arguments: list[str]) -> list[str]:
+    """Return the arguments with the flags of the best plan for this host in place of auto."""
+    if options.lr_sweep is not None or options.resume or options.batch_find:
+        other = "--batch-find" if options.batch_find else "--lr-sweep"
+        other = "--resume" if options.resume else other
+        raise UsageError(f"--layout auto cannot be combined with {other}: give a layout")
+    layout = replace(options.settings.parallel, layout=None)
+    settings = replace(options.settings, parallel=layout)
+    ranks = _local_ranks(replace(options, settings=settings))
+    options.check_ranks(ranks)
+    check_recipe(settings, ranks, options.device_type())
+    from tutti.plan.planned_job import PlannedJob, local_cluster
+
+    given = [flag for flag in PLANNED_FLAGS if flag_value(flag, arguments) is not None]
+    device = options.device_type()
+    cluster = local_cluster(ranks, device, options.ranks_per_gpu)
+    plan = PlannedJob.of(settings, device, given=given).plan(cluster)
+    if plan.best is None or plan.best.step is None:
+        raise UsageError(f"--layout auto: no layout of {ranks} ranks fits: {plan.advice}")
+    flags = plan.best.candidate.flags()
+    print(
+        f"--layout auto: {' '.join(flags)} (predicted step {plan.best.step.step_s:.3g} s, "
+        f"{plan.searched} combinations)",
+        file=sys.stderr,
+    )
+    replaced = ("--layout", *(flag for flag in flags if flag.startswith("--")))
+    if "--global-batch" in flags:
+        replaced = (*replaced, "--batch")
+    return [*without_flags(arguments, replaced), *flags]
 
 
 def _local_ranks(options: Train) -> int:
@@ -134,23 +207,70 @@ def _check_combinations(options: Train, arguments: list[str]) -> None:
         raise UsageError("--resume has no effect with --lr-sweep. Omit one of them.")
 
 
+_MIN_RANGE_STEPS = 20  # of --lr-find
+# Flags of the command, and values of the recipe, that have no effect in a mode.
+_NO_RUN = ("out", "resume", "evaluate_only", "tensorboard", "wandb", "benchmark", "profile", "nvtx")
+_NO_LENGTH = (
+    *("steps", "epochs", "evaluate_every", "checkpoint_every"),
+    *("keep", "keep_best", "patience"),
+)
+_NO_LR = ("lr", "schedule", "warmup", "final_lr", "metric", "evaluate")
+
+
+def _check_modes(options: Train) -> None:
+    """Refuse flags that have no effect with --lr-find or --batch-find."""
+    for mode in ("lr_find", "batch_find"):
+        if getattr(options, mode) in (None, False):
+            continue
+        others = (*_NO_RUN, "lr_sweep", *({"lr_find", "batch_find"} - {mode}))
+        for name in others:
+            if getattr(options, name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no effect with --{mode.replace('_', '-')}. "
+                    "Omit one of them."
+                )
+    if options.lr_find is not None and not _MIN_RANGE_STEPS <= options.lr_find < 1 << 31:
+        raise UsageError(
+            f"--lr-find must be at least {_MIN_RANGE_STEPS} steps, got {options.lr_find}"
+        )
+
+
+def _unused_in_mode(options: Train) -> dict[str, str]:
+    """Return the values of the recipe that --lr-find or --batch-find does not use."""
+    if options.lr_find is not None:
+        return dict.fromkeys((*_NO_LENGTH, *_NO_LR), "--lr-find")
+    if options.batch_find:
+        return dict.fromkeys((*_NO_LENGTH, "batch", "global_batch"), "--batch-find")
+    return {}
+
+
 def check_before_start(options: Train, base: Recipe, ranks: int) -> None:
     """Make the checks that need neither torch nor ranks. Raise UsageError if one fails."""
     settings, device = options.settings, options.device_type()
     if options.nvtx and device != "cuda":
         raise UsageError(_NVTX_NEEDS_CUDA)
+    check_wandb(options.wandb)
     # Check the number of ranks first, because the other checks compute with it.
     options.check_ranks(ranks)
-    check_flags_have_effect(settings, base, options.benchmark)
+    check_flags_have_effect(settings, base, options.benchmark, _unused_in_mode(options))
     check_recipe(settings, ranks, device)
     RunDirectory(options.run_directory()).check(options.resume)
+
+
+def check_timed_run(options: Train) -> None:
+    """Refuse flags of tutti train that the timed runs of other commands cannot have."""
+    runs = ("resume", "evaluate_only", "profile", "wandb")
+    for name in (*runs, "lr_sweep", "lr_find", "batch_find"):
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} only works with tutti train. Omit {flag}.")
 
 
 _NVTX_NEEDS_CUDA = "--nvtx needs CUDA, but the device is cpu. Omit --nvtx."
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
-    """Return the options of a command line, and the recipe before flags changed it.
+    """Return the options of a command line, and the recipe as it was before flags changed it.
 
     The model of the recipe determines which flags exist. A resumed run uses the recipe in its run
     directory, unless --recipe is given.
@@ -160,8 +280,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
         saved_recipe = Path(out) / "recipe.toml"
         name = str(saved_recipe) if os.path.isfile(saved_recipe) else None
     if name is None:
-        model = flag_value("--model", arguments) or ""
-        name = "hf" if model.startswith("hf:") else "own" if ":" in model else "lenet"
+        name = default_recipe(flag_value("--model", arguments) or "")
     base, ranks = read_recipe_and_ranks(name)
     if name not in RECIPES:
         try:
@@ -172,20 +291,17 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
     in_file = ranks is not None and flag_value("--layout", arguments) is None
     default = Train(settings=base, recipe=name, ranks=str(ranks) if in_file else None)
     options = parse(Train, program, arguments, default=default)
-    settings = options.settings
     given = {
-        flag for pair in _OVERRIDDEN for flag in pair if flag_value(flag, arguments) is not None
+        name
+        for name in ("epochs", "steps", "batch", "global_batch")
+        if flag_value(f"--{name.replace('_', '-')}", arguments) is not None
     }
-    # --epochs also replaces the number of steps that the recipe sets.
-    if "--epochs" in given and "--steps" not in given:
-        settings = replace(settings, length=replace(settings.length, steps=None))
-    if "--batch" in given and "--global-batch" not in given:
-        settings = replace(settings, batching=replace(settings.batching, global_batch=None))
+    settings = without_overridden(options.settings, given)
     options = replace(options, settings=settings)
     if options.benchmark:
         if options.resume:
             raise UsageError("--benchmark writes no checkpoints. Omit --resume.")
-        steps = settings.length.steps if "--steps" in given else 50
+        steps = settings.length.steps if "steps" in given else 50
         base = _as_benchmark(base, base.length.steps)
         options = replace(options, settings=_as_benchmark(settings, steps))
     return options, base
@@ -194,7 +310,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
 def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
     """Return the recipe of the same run on synthetic data, without evaluation."""
     # The synthetic images have the size of the dataset that they replace, unless --pixels is given.
-    given = recipe.data.pixels != RECIPES[_built_in_recipe(recipe)].data.pixels
+    given = recipe.data.pixels != RECIPES[built_in_recipe(recipe)].data.pixels
     pixels = 32 if recipe.data.dataset == "cifar100" and not given else recipe.data.pixels
     # The input shapes of a user's model are known only from its dataset, so this dataset is kept.
     dataset = recipe.data.dataset if recipe.architecture == OwnModelConfig() else "synthetic"
@@ -208,108 +324,96 @@ def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
 def _train(options: Train, base: Recipe) -> int:
     if identify(os.environ).launcher == "python":
         print_start("train", 1)
-    from tutti.train.init import agree
-    from tutti.train.loop import LossNotFinite, Trainer
-    from tutti.world.exchange import gather_json
+    from tutti.train.loop import LossNotFinite
 
     if options.profile:
         from tutti.profile.captured_command import enlarge_flight_recorder
 
         enlarge_flight_recorder(os.environ)
     command = ["tutti", *sys.argv[1:]]
-
-    def create_directory() -> None:
-        if world.is_first:
-            directory.create()
-            built_in = _built_in_recipe(options.settings)
-            directory.write("recipe.toml", write_recipe(options.settings, built_in, world.size))
-            directory.write_environment(world, command)
-            directory.copy_model_files(options.settings.model)
-
+    settings, is_attempt = options.settings, options.batch_find
     with options.join_world() as world:
-        # All ranks use the directory of rank 0, since its default name contains the time.
-        directory = RunDirectory(Path(gather_json(str(options.run_directory()))[0]))
+        saves = not (options.benchmark or options.evaluate_only or options.lr_find)
+        if is_attempt:
+            from tutti.train.batch_find import as_attempt, limit_host_memory, reserve_margin
+
+            settings, saves = as_attempt(settings), world.device.type == "cpu"
+            if world.device.type == "cpu":
+                limit_host_memory(world)
+        elif options.lr_find:
+            length = replace(settings.length, steps=options.lr_find, evaluate=False)
+            settings = replace(settings, length=length)
+        writes = not (options.evaluate_only or options.lr_find)
         with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
                 raise UsageError(_NVTX_NEEDS_CUDA)
             # If this command started the ranks, `main` has already checked the flags.
             if world.launcher not in ("python", "tutti"):
-                check_flags_have_effect(options.settings, base, options.benchmark)
-            agree(lambda: directory.check(options.resume) if world.is_first else None)
-            resume, tensorboard = options.resume, options.tensorboard
-            saves = not (options.benchmark or options.evaluate_only)
-            switches = {"resume": resume, "tensorboard": tensorboard, "save": saves}
-            with _recorded_out_of_memory(directory, command):
-                trainer = Trainer(world, options.settings, directory, **switches)
-            if not options.evaluate_only:
-                agree(create_directory)  # after all checks have passed
+                _check_modes(options)
+                unused = _unused_in_mode(options)
+                check_flags_have_effect(options.settings, base, options.benchmark, unused)
+            trainer = start_run(
+                world,
+                settings,
+                options.run_directory(),
+                command,
+                resume=options.resume,
+                tensorboard=options.tensorboard,
+                wandb=options.wandb if writes else None,
+                save=saves,
+                test_batches=1 if is_attempt else None,
+                writes=writes,
+            )
+        directory = trainer.directory
+        if is_attempt:
+            _margin = reserve_margin(world.device)  # this variable keeps the memory in use
         if world.is_first:
-            recipe = _describe_recipe(options.settings, base, options.recipe, directory.path)
-            lines = [recipe, *trainer.schedule.describe()]
-            reasons = world.reasons
-            lines += [
-                f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} "
-                f"({reasons['device']}), backend {world.backend} ({reasons['backend']}), "
-                f"{world.threads} thread{'s' * (world.threads != 1)} each ({reasons['threads']})",
-                trainer.engine.description,
-                *trainer.notes,
-            ]
-            print(*lines, sep="\n", file=sys.stderr)
+            file = directory.path / "recipe.toml" if writes or options.resume else None
+            recipe = _describe_recipe(settings, base, options.recipe, file)
+            print(recipe, *describe_start(trainer), sep="\n", file=sys.stderr)
         if options.evaluate_only:
             with usage_error_on_rank_0(world):
                 score = trainer.evaluate_only()
             if world.is_first:
                 metric = f"test {score.describe()}, " if score.name else ""
-                print(f"step {trainer.step}: {metric}test loss {score.loss:.4f} of {score.count:,}")
+                loss = f"test loss {score.loss:.4f}, mean over {score.count:,} samples or tokens"
+                print(f"step {trainer.step}: {metric}{loss}")
             return 0
-        if trainer.step >= trainer.schedule.steps:
+        if options.lr_find:
+            from tutti.train.lr_find import find_lr
+
+            result = find_lr(trainer, options.lr_find)
             if world.is_first:
-                print(f"the run is complete: {directory.path} is at step {trainer.step}")
+                print(*result.describe(), sep="\n")
+            return 0 if result.suggestion() is not None else 1
+        if (end := describe_end(trainer)) is not None:
+            if world.is_first:
+                print(*end, sep="\n")
+            trainer.close()
             return 0
         if options.profile or options.nvtx:
             from tutti.profile.capture import Capture
 
-            copies = directory.path / "tensorboard" if tensorboard else None
+            copies = directory.path / "tensorboard" if options.tensorboard else None
             traces = directory.path / "traces"
             Capture(traces, tensorboard=copies, nvtx=options.nvtx).follow_program()
         try:
-            with _recorded_out_of_memory(directory, command):
-                outcome = trainer.run()
+            outcome = complete_run(trainer, command)
         except LossNotFinite as error:
             if world.is_first:
                 print(f"tutti train: {error}", file=sys.stderr)
-                directory.write_json("summary.json", {"diverged": True, "reason": str(error)})
             return 1
         if world.is_first:
-            head = {"schema": "tutti.train/1", "command": command}
-            directory.write_json("summary.json", {**head, **outcome.summary})
-            if not outcome.not_written:  # otherwise rank0.jsonl may be incomplete
-                directory.write("metrics.csv", csv_of(directory.metrics / "rank0.jsonl"))
             stopped = outcome.stopped and not outcome.not_written
             _print_summary(directory.path, outcome.summary, stopped)
             if options.profile:
                 print(f"To see where the step time went: tutti profile --trace {directory.path}")
         if outcome.not_written:
+            on_disk = [text for text in outcome.not_written if not text.startswith(WANDB_METRICS)]
+            cure = f" Free space for --out {directory.path}." if on_disk else ""
             with usage_error_on_rank_0(world):
-                raise UsageError(
-                    f"could not be written: {'; '.join(outcome.not_written)}. Free space for --out "
-                    f"{directory.path}."
-                )
+                raise UsageError(f"could not be written: {'; '.join(outcome.not_written)}.{cure}")
         return STOPPED if outcome.stopped else 0
-
-
-@contextmanager
-def _recorded_out_of_memory(directory: RunDirectory, command: list[str]) -> Iterator[None]:
-    """Write the explanation of OutOfMemory into summary.json, on the rank that raises it."""
-    try:
-        yield
-    except OutOfMemory as error:
-        content = {"schema": "tutti.train/1", "command": command}
-        report = {"reason": error.report["reason"], "out_of_memory": error.report}
-        with suppress(UsageError):  # the error itself must be reported, even if the disk is full
-            directory.create()
-            directory.write_json("summary.json", {**content, **report})
-        raise
 
 
 def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> None:
@@ -324,6 +428,8 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
         if name == "accuracy" and value is not None:
             text = f"test accuracy {100 * value:.2f} %, "
         print(f"{text}test loss {summary['test_loss']:.4f}")
+    if (best := summary["best"]) is not None and best["value"] is not None:
+        print(f"best {best['name']} {best['value']:.4g}, checkpoint of step {best['step']}")
     rate = summary["samples_per_s"]
     speed = "" if rate is None else f", {rate:,.0f} samples/s"
     print(f"{summary['steps']} steps, final training loss {summary['final_loss']:.4f}{speed}")
@@ -332,9 +438,12 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
     print(f"the run is in {directory}")
 
 
-def _describe_recipe(settings: Recipe, base: Recipe, name: str, directory: Path) -> str:
-    """Return one line: the recipe, and the values that a recipe file or a flag has changed."""
-    built_in = RECIPES[_built_in_recipe(settings)]
+def _describe_recipe(settings: Recipe, base: Recipe, name: str, file: Path | None) -> str:
+    """Return one line: the recipe, and the values that a recipe file or a flag has changed.
+
+    file: the file with all values.
+    """
+    built_in = RECIPES[built_in_recipe(settings)]
     changed = []
     for section in fields(settings):
         if not is_dataclass(getattr(settings, section.name)):
@@ -348,13 +457,72 @@ def _describe_recipe(settings: Recipe, base: Recipe, name: str, directory: Path)
             if source is not None:
                 changed.append(f"{field.name}={value} ({source})")
     values = "".join(f", {value}" for value in changed)
-    return f"recipe {name}, model {settings.model}{values}; all values: {directory / 'recipe.toml'}"
+    all_values = "" if file is None else f"; all values: {file}"
+    return f"recipe {name}, model {settings.model}{values}{all_values}"
 
 
-def _built_in_recipe(settings: Recipe) -> str:
-    """Return the built-in recipe with the same kind of model, which recipe.toml names as base."""
-    kind = type(settings.architecture)
-    return next(name for name, recipe in RECIPES.items() if type(recipe.architecture) is kind)
+# -- --batch-find ----------------------------------------------------------------------------------
+
+
+def _is_attempt(options: Train, arguments: list[str]) -> bool:
+    """Return whether `_find_batch` started this rank.
+
+    `_find_batch` adds --batch and --out, which are refused in the user's command with --batch-find.
+    """
+    launched = identify(os.environ).launcher == "tutti"
+    return launched and options.out is not None and flag_value("--batch", arguments) is not None
+
+
+def _find_batch(options: Train, base: Recipe, arguments: list[str], ranks: int) -> int:
+    """Print the largest batch that fits. Return the exit code."""
+    from tutti.train.batch_find import Result, judge, largest_batch
+
+    failed, largest = 0, 0
+
+    def attempt(batch: int) -> Result:
+        nonlocal failed, largest
+        batching = replace(options.settings.batching, batch=batch, global_batch=None)
+        changed = replace(options.settings, batching=batching)
+        with tempfile.TemporaryDirectory(prefix="tutti-batch-") as folder:
+            out = Path(folder, "run")
+            try:
+                check_recipe(changed, ranks, options.device_type())
+            except UsageError as error:
+                print(f"batch {batch}: {error}", file=sys.stderr, flush=True)
+                return "too large"
+            command = ["train", *arguments, "--batch", str(batch), "--out", str(out)]
+            errors = io.StringIO()  # of tutti run, which reports a rank that is out of memory
+            with redirect_stderr(errors):
+                code = options.start_ranks(command, ranks, show="none")
+            file = out / "summary.json"
+            summary = json.loads(file.read_text()) if file.exists() else {}
+        if (result := judge(code, summary)) is None:
+            print(errors.getvalue(), end="", file=sys.stderr, flush=True)
+            failed = code
+            raise _AttemptFailed
+        print(f"batch {batch}: {result[1]}", file=sys.stderr, flush=True)
+        if result[0] != "too large":
+            largest = batch
+        return result[0]
+
+    try:
+        batch = largest_batch(options.settings.batching.batch, attempt)
+    except _AttemptFailed:
+        if largest:
+            print(f"the search ended early; the largest batch so far that fits: {largest}")
+        return failed
+    if not batch:
+        raise UsageError(
+            "--batch-find: a batch of 1 does not fit: add --checkpoint-activations full, or ranks "
+            "and a layout with shard, tp or pp"
+        )
+    print(f"the largest batch that fits: {batch}")
+    print(f"To train with it: --batch {batch}")
+    return 0
+
+
+class _AttemptFailed(Exception):
+    """An attempt ended for another reason than memory, which has been printed."""
 
 
 # -- --lr-sweep ------------------------------------------------------------------------------------
@@ -367,7 +535,7 @@ def train_learning_rates(options: Train, arguments: list[str]) -> tuple[Summarie
     """
     rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
     sizes = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]
-    flags = _without(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
+    flags = without_flags(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
     summaries: Summaries = {}
     with tempfile.TemporaryDirectory(prefix="tutti-sweep-") as folder:
         for rate, ranks in [(rate, ranks) for rate in rates for ranks in sizes]:
@@ -379,7 +547,7 @@ def train_learning_rates(options: Train, arguments: list[str]) -> tuple[Summarie
             file = out / "summary.json"
             summary = json.loads(file.read_text()) if file.exists() else {}
             if code != 0 and "diverged" not in summary:
-                return summaries, code  # divergence is a result, other failures are not
+                return summaries, code  # a diverged run is a result; any other failure ends all
             summaries[rate, ranks] = summary
     return summaries, 0
 
@@ -418,19 +586,3 @@ def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]
     if not numbers or not all(0 < number < math.inf for number in numbers):
         raise UsageError(f"{flag} must be a comma-separated list of positive numbers, got {text}")
     return numbers
-
-
-def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
-    """Return the arguments without these flags and their values."""
-    remaining: list[str] = []
-    skip_value = False
-    for argument in arguments:
-        # `--lr_sweep=1` is the flag `--lr-sweep` with its value.
-        flag, equals, _ = argument.partition("=")
-        if skip_value:
-            skip_value = False
-        elif flag.replace("_", "-") in flags:
-            skip_value = not equals
-        else:
-            remaining.append(argument)
-    return remaining

@@ -1,4 +1,4 @@
-"""tutti world: rank, device and backend of every rank, and the source of each value."""
+"""tutti world: shows rank, device and backend of every rank, and the reason for each value."""
 
 import os
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class ShowWorld(WorldFlags):
     json: OutputFile | None = None
     """Also write the rows to this JSON file."""
     ledger: tuple[int, ...] | None = None
-    """Do not start ranks. For each of these process ids (default: all of your processes on this
-    host), show the operation that the process is in and the source line that called it. This also
-    works for processes that hang."""
+    """Do not start ranks. Instead, show the current tutti.comm operation of running processes, and
+    the source line that called the operation. The values are process ids (default: all of your
+    processes on this host). This also works for processes that hang."""
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +85,7 @@ def _print_rows(title: str, rows: list[dict[str, Any]], wrap: bool = True) -> "C
 def _print_table(rows: list[dict[str, Any]]) -> None:
     title = f"world of {len(rows)} rank{'s' * (len(rows) != 1)}"
     out = _print_rows(title, [{name: row[name] for name in _COLUMNS} for row in rows])
-    # Most reasons are the same on every rank, so each different reason is printed once.
+    # Most reasons are the same on every rank, so each distinct reason is printed once.
     for value in rows[0]["reasons"]:
         reasons = [row["reasons"].get(value, "") for row in rows]
         for reason in dict.fromkeys(reasons):
@@ -98,7 +98,10 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
-    """Print and return a row for each process. Empty `pids` means all processes with a ledger."""
+    """Print and return one row per process. Empty `pids` means all processes that have a ledger.
+
+    The ledger of a process records its tutti.comm operations. Other processes can read it.
+    """
     from tutti.comm.ledger import processes, read_process
 
     ledgers = []

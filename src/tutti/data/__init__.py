@@ -28,9 +28,17 @@ if TYPE_CHECKING:
     from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
     from tutti.data.text_datasets import TokenSamples, byte_dataset, stdlib_dataset, token_dataset
 
-# Modules that need only numpy come first.
-_MODULES = ["sampler", "dataset", "loader", "synthetic", "image_datasets", "text_datasets"]
-_MODULES += ["documents", "image_folder"]
+_NAMES = {  # the names that each module defines
+    "dataset": ("Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"),
+    "documents": ("CompletionSamples", "document_dataset"),
+    "image_datasets": ("cifar100_dataset", "digits_dataset", "fashion_mnist_dataset"),
+    "image_folder": ("ImageFiles", "image_folder_dataset"),
+    "loader": ("Batch", "BatchIndices", "Loader", "evaluation_loader"),
+    "sampler": ("Draw", "GlobalSampler", "Position"),
+    "synthetic": ("synthetic_dataset", "synthetic_text_dataset"),
+    "text_datasets": ("TokenSamples", "byte_dataset", "stdlib_dataset", "token_dataset"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["Batch", "BatchIndices", "DataError", "Loader", "evaluation_loader"]
 __all__ += ["Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"]
@@ -41,9 +49,6 @@ __all__ += ["TokenSamples", "byte_dataset", "stdlib_dataset", "token_dataset"]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        for module in _MODULES:
-            value: object = getattr(import_module(f"{__name__}.{module}"), name, None)
-            if value is not None:
-                return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

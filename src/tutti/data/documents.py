@@ -176,7 +176,7 @@ def _record(row: object, source: str, line: int) -> _Record:
         wrong = next(n for n, v in zip(names, values, strict=True) if not isinstance(v, str))
         found = type(fields[wrong]).__name__ if wrong in fields else "missing"
         if not isinstance(row, dict):
-            found = f"in {type(row).__name__}, not in an object"
+            found = f"missing, because the record is a {type(row).__name__}, not an object"
         raise DataError(
             f"{source}: the field {wrong} is {found}: every record needs the text field `text`, or "
             "the text fields `prompt` and `completion`"

@@ -116,7 +116,8 @@ class Loader:
             )
         if training and global_batch < ranks:
             raise DataError(
-                f"the global batch must be at least {ranks} (ranks), got {global_batch}"
+                f"the global batch must be at least {ranks}, the number of ranks, got "
+                f"{global_batch}"
             )
         for flag, value in (("--workers", workers), ("--prefetch", prefetch or 0)):
             if value < 0:

@@ -157,8 +157,8 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     """Return the source code of Python's standard library, which needs no download.
 
     The dataset has at most `limit` bytes and is the same on all machines with the same Python
-    version. Every twentieth module is in the test set, because the last modules in path order
-    differ from the others.
+    version. Every twentieth module is in the test set. (The last twentieth of all modules, in path
+    order, would be a poor test set, because it contains only a few packages.)
     """
     root = Path(sysconfig.get_path("stdlib"))
     # Leave out installed packages, tests and tables of code points, and also build files, which

@@ -90,6 +90,24 @@ def allowed_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def busy_seconds(cpus: Iterable[int], root: Path = Path("/")) -> float | None:
+    """Return the seconds in which these CPUs were not idle since boot, or None if unknown.
+
+    Time that the hypervisor gave to other virtual machines (steal) counts as busy.
+    """
+    try:
+        lines = (root / "proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    wanted, ticks = {f"cpu{number}" for number in cpus}, 0
+    for name, *values in (line.split() for line in lines if line.startswith("cpu")):
+        if name in wanted:
+            # user, nice, system, idle, iowait, irq, softirq, steal; later fields are part of user
+            user, nice, system, _, _, *interrupts = map(int, values[:8])
+            ticks += user + nice + system + sum(interrupts)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def cpu_quota(root: Path = Path("/")) -> int | None:
     """Return the cgroup's CPU quota as a number of CPUs, rounded up, or None if there is none."""
     cpus = _cgroup_cpus(SysFiles(root=root))

@@ -152,7 +152,10 @@ def read_product(files: SysFiles) -> str | None:
 
 
 def read_virtualisation(files: SysFiles) -> str | None:
-    """Return the name of the hypervisor, or "none". On x86, a CPU flag shows if there is one."""
+    """Return the name of the hypervisor, or "none" if the machine is not virtual.
+
+    On x86, a CPU flag shows whether the machine is virtual.
+    """
     flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
     name = next(
@@ -243,9 +246,7 @@ def read_xids(files: SysFiles) -> tuple[Xid, ...] | None:
             while True:
                 try:
                     record = log.read(1 << 14)
-                except (
-                    BrokenPipeError
-                ):  # the record was overwritten; the next read gets a later one
+                except BrokenPipeError:  # the record was overwritten, so the next record is read
                     continue
                 if not record:
                     return tuple(found)

@@ -125,7 +125,7 @@ class PeerAccess:
     """Whether GPU `src` can access the memory of GPU `dst`.
 
     The values are the same as in `nvidia-smi topo -p2p r`: OK if access is possible, otherwise a
-    code for the reason (CNS, GNS, TNS, DR, NS or U).
+    code for the reason (CNS, GNS, TNS, DR, NS or U), which checks/known_errors.toml explains.
     """
 
     src: int

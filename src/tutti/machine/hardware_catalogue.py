@@ -71,7 +71,7 @@ def catalogue() -> Catalogue:
         row["without"] = tuple(row.get("without", ()))
     for row in content["figure"]:
         row["devices"] = tuple(row["devices"])
-        # A source that gives no size says "large messages".
+        # A row without `bytes` is from a source that only says that messages were large.
         row["bytes"] = parse_size(row.get("bytes", "64M"))
     return Catalogue(
         accelerators=tuple(AcceleratorSpec(**row) for row in content["accelerator"]),

@@ -100,7 +100,7 @@ def read_nics(files: SysFiles) -> tuple[Nic, ...]:
         # Reading `carrier` fails if the interface is down. The field is then None.
         carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
         if families is None:
-            files.unknown[f"{field}.families"] = "addresses can only be listed on this machine"
+            files.unknown[f"{field}.families"] = "IP addresses cannot be read from a copy of /sys"
         if default_routes is None:
             files.unknown[f"{field}.default_route"] = "/proc/net/route cannot be read"
         counts = {

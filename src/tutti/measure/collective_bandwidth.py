@@ -7,8 +7,9 @@ elements in one shard. Otherwise `count` is the number of elements in the whole 
 algbw = S / time. busbw = algbw × (bytes that a ring algorithm moves over its slowest link) / S, so
 busbw can be compared with the speed of that link for any number of ranks.
 
-The α–β model predicts the time of a collective: seconds = α × rounds + β × bytes. α is the latency
-of one round in seconds, and β is the time per byte in seconds.
+The α–β model predicts the time of a collective: seconds = α × rounds + β × bytes. The rounds of a
+collective are its communication steps, which run one after the other. α is the latency of one round
+in seconds, and β is the time per byte in seconds.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,8 @@ let chosen = null; // the theme chosen with the button, or null to follow the sy
 const curves = { x: "step", log: false, smoothing: 0, hidden: new Set() };
 const variant = {};
 
-// Returns the chosen variant of a figure, training curves over the chosen axes.
+// Returns the data and layout of the chosen variant of a figure. Training curves have the x axis,
+// smoothing and runs that the reader chose.
 function current(id) {
   const figure = figures[id];
   const shown = figure.variants[variant[id] || 0];
@@ -124,7 +125,7 @@ function themed(figure, width) {
   return [data, layout];
 }
 
-// Drops labels of a logarithmic axis that would touch the label before.
+// Drops each label of a logarithmic axis that would touch the previous label.
 function spaced(axis, pixels, sizeOf) {
   if (axis.type !== "log" || !axis.ticktext || axis.tickvals.length < 2) return {};
   const [first, last] = [axis.tickvals[0], axis.tickvals[axis.tickvals.length - 1]].map(Math.log);
@@ -139,7 +140,7 @@ function spaced(axis, pixels, sizeOf) {
   return { ticktext };
 }
 
-// On a phone long labels would leave no space for the plot. The table has them in full.
+// On a phone, long labels would leave no space for the plot. The table has the full labels.
 function shortened(figure) {
   const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
   const short = (name) => name.length > 20 ? name.slice(0, 19) + "…" : name;
@@ -173,7 +174,7 @@ setTheme(currentTheme());
 new ResizeObserver(() => draw(
   (id, plot) => plot.clientWidth && plot.clientWidth !== plot.layout.width)).observe(document.body);
 
-// Controls of training curves, which apply to all of them, and of figures with several variants.
+// The first controls apply to all training curves. A figure with several variants has its own.
 let waiting = false;
 document.querySelector(".controls")?.addEventListener("input", (event) => {
   const { name, value, checked } = event.target;

@@ -161,14 +161,22 @@ def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, An
 def _without_damage(
     make: Callable[[Any], Iterator[Any]], source: Any, what: str, notes: list[str]
 ) -> Iterator[Any]:
+    """Yield the items of `make(source)`.
+
+    If the source lacks a key, stop and add a note. If a value has a wrong type, raise UsageError.
+    """
     try:
         yield from make(source)
     except KeyError as error:
-        notes.append(f"{what}: a part is omitted, because {error} is missing (an older file?)")
+        notes.append(
+            f"{what}: a part is omitted, because the file has no key {error}. Perhaps an older "
+            "version of tutti wrote the file."
+        )
     except _WRONG_TYPE as error:
         path = next((part.path for part in _parts(source) if _fails(make, source, part)), what)
         raise UsageError(
-            f"{path}: a value has a wrong type or form ({error}): write the file again"
+            f"{path}: a value has a wrong type or form ({error}): run the command that wrote the "
+            "file again"
         ) from None
 
 

@@ -19,7 +19,8 @@ from tutti.measure.units import format_bytes
 # Maximum number of points in a curve and of rows in its table, so that the page stays small.
 MAX_POINTS = 400
 
-# Colours for marks that are neither a part of a step nor a loss. colours.toml uses the same values.
+# Colours for marks that are neither a part of a step nor a cause of lost efficiency. colours.toml
+# uses the same values.
 BLUE, SKY, ORANGE, VERMILION = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 GREEN, PURPLE, GREY = "#009e73", "#cc79a7", "#7d8590"
 _STYLE = tomllib.loads(Path(__file__).with_name("colours.toml").read_text())
@@ -59,7 +60,7 @@ class Figure:
     traces: Sequence[dict[str, Any]] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[str, str] | None = None
-    """An SVG for light pages, and one for dark pages."""
+    """An SVG for the light theme of the page, and an SVG for the dark theme."""
     half_width: bool = False
     """Whether the figure has half the width of a wide page."""
     x_axes: Mapping[str, str] = field(default_factory=dict)
@@ -325,7 +326,7 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
 def thin(
     points: Sequence[tuple[float, float]], limit: int = MAX_POINTS
 ) -> list[tuple[float, float]]:
-    """Return at most `limit` points, each the mean of the same number of neighbours."""
+    """Return at most `limit` points. Each is the mean of a group of neighbouring points."""
     size = max(1, -(-len(points) // limit))
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]

@@ -48,7 +48,7 @@ class Run:
     of_scaling: bool = False
     """Whether the run is one of the repeats in a folder of `tutti scale`."""
     in_detail: bool = True
-    """Whether the steps are shown. In a scaling folder, this is True only for the most ranks."""
+    """Whether the steps are shown. In a scaling folder, only for the run with the most ranks."""
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:

@@ -58,7 +58,7 @@ def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, fl
 
 
 def scale_rows(result: Result) -> dict[str, Rows]:
-    """Return the rows of a scaling for each set of swept flags, sorted by number of ranks."""
+    """Return the rows of a scaling result by swept flags. Rows are sorted by number of ranks."""
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
         if "efficiency" in row:
@@ -160,8 +160,8 @@ def _run_sentences(run: Run) -> Iterator[str]:
     facts = [count(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
-    # The summary of a scaling has the median throughput of its repeats. The throughput of one
-    # repeat would contradict the median.
+    # For a scaling result, the summary already shows the median throughput of all repeats. The
+    # throughput of this one repeat would contradict the median.
     if run.summary.get("samples_per_s") is not None and not run.of_scaling:
         facts.append(f"{run.summary['samples_per_s']:,.0f} samples/s")
     if losses := metric(run, "loss"):
@@ -192,7 +192,7 @@ class Tile(NamedTuple):
 
 
 def tiles(sources: ReportSources) -> Iterator[Tile]:
-    """Yield the large numbers of the scaling, or of the first run if there is no scaling."""
+    """Yield the large numbers of the scaling result, or else of the first run."""
     scalings = sources.of_schema("tutti.scale")
     run = next(iter(sources.profiled[-1:] if scalings else sources.runs[:1]), None)
     for last in best_scale_rows(scalings[0])[-1:] if scalings else []:

@@ -340,5 +340,5 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
         good = len(bench.pairs) - unknown
         reason = "the class has no other pair and no published figure"
         verdicts = [f"{good} pairs are as fast as their class"] if good else []
-        verdicts += [f"{unknown} pairs are unknown ({reason})"] if unknown else []
+        verdicts += [f"{unknown} pairs cannot be judged ({reason})"] if unknown else []
         yield f"# verdict: {'; '.join(verdicts)}"

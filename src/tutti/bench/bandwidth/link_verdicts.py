@@ -56,7 +56,7 @@ def locate_rank(world: World, cpus: str) -> RankLocation:
     return {
         "rank": world.rank,
         "host": world.host,
-        # A different network namespace counts as a different host, because its network differs.
+        # Containers of one host in different network namespaces count as different hosts.
         "machine": f"{world.host}/{os.readlink('/proc/self/ns/net')}",
         "device": str(world.device),
         "cpus": cpus,
@@ -146,8 +146,8 @@ class Finding(NamedTuple):
     what: str
     verdict: str
     gbs: float  # the median speed of the slow pairs
-    against_gbs: float
-    against: str
+    against_gbs: float  # the reference speed
+    against: str  # the source of the reference speed: the class of the pairs, or the catalogue
     pairs: tuple[Flow, ...]
     causes: tuple[str, ...]
 
@@ -267,7 +267,8 @@ def _explain_slow_flows(
 ) -> list[tuple[str, list[int], set[Flow]]]:
     """Return (name, ranks at the slow end, flows) of each slow host, rank or pair.
 
-    A slow flow belongs to a host (if pairs are between hosts), else to a rank, else to a pair.
+    A slow flow is attributed to a slow host (for flows between hosts), else to a slow rank, else to
+    its pair of ranks.
     """
     found = []
     unexplained = set(slow)

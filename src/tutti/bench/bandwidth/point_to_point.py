@@ -1,9 +1,10 @@
 """Point-to-point transfers: messages between ranks, an all-reduce made of messages, GPU copies.
 
-A flow is (source rank, destination rank). The receiver measures the time from the arrival of the
-first window of messages to the arrival of the last window. This time includes neither a late start
-nor buffering at the sender. All kinds of traffic are measured in interleaved passes, so a temporary
-disturbance of the machine affects one sample of each kind instead of all samples of one kind.
+A flow is (source rank, destination rank). A window is a group of messages that are in flight at the
+same time. The receiver measures the time from the arrival of the first window to the arrival of the
+last window. This time includes neither a late start nor buffering at the sender. All kinds of
+traffic are measured in interleaved passes, so a temporary disturbance of the machine affects one
+sample of each kind instead of all samples of one kind.
 """
 
 import math
@@ -29,8 +30,8 @@ from tutti.measure.units import format_size
 from tutti.world.rank_cases import Cases
 
 PASSES = 5
-# Number of messages in flight at the same time. With only one message, the time to wake up a rank
-# would be measured, not the bandwidth of the link.
+# Number of messages in a window. With only one message, the time to wake up a rank would be
+# measured, not the bandwidth of the link.
 _WINDOW = 4
 _MAX_WINDOWS = 1000
 # The data repeats after this many bytes. 8191 is a prime, so no chunk size of a backend is a
@@ -203,8 +204,8 @@ def point_to_point_all_reduce(
 ) -> Backend:
     """Return a backend whose all_reduce is a ring or a tree of point-to-point messages, in place.
 
-    It is a baseline for the all_reduce of `backend`. With n ranks, S bytes, α seconds per message
-    and β seconds per byte, an all_reduce takes:
+    The returned backend is a baseline for the all_reduce of `backend`. With n ranks, S bytes, α
+    seconds per message and β seconds per byte, an all_reduce takes, in seconds:
 
         ring: 2 (n - 1) steps of S / n bytes: 2 (n - 1) α + 2 (n - 1) / n · S β
         tree: 2 ⌈log2 n⌉ steps of S bytes:    2 ⌈log2 n⌉ (α + S β)
@@ -269,8 +270,8 @@ _COPIES = 16
 class Copy:
     """One kind of copy between two tensors of the same size.
 
-    A copy inside a GPU reads and writes each byte, but `speeds` counts each copied byte once, so
-    the memory traffic is twice as high.
+    A copy inside a GPU reads and writes each byte, but `speeds` counts each copied byte once. The
+    memory bandwidth that such a copy uses is therefore twice the value in `speeds`.
     """
 
     kind: str

@@ -32,8 +32,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 # {name of the backend: algorithm of symmetric.all_reduce}
 _ALGORITHMS = {"symmetric": "auto", "one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
-# Limit in bytes for the tensors of all calls in a comm.group(), because each call needs separate
-# tensors. Larger messages gain nothing from a group.
+# Maximum size in bytes of all tensors in a comm.group(). Each call in a group needs its own
+# tensors, and larger messages gain nothing from a group.
 _MAX_GROUPED_BYTES = 256 << 20
 
 
@@ -173,9 +173,9 @@ def send_recv(
 def with_grouped(
     backends: Sequence[Backend], times: int, device: torch.device
 ) -> Iterator[Backend]:
-    """Yield the backends, each torch.distributed backend in two forms.
+    """Yield every backend. After each torch.distributed backend, also yield a grouped backend.
 
-    The second form makes `times` calls in one comm.group().
+    The grouped backend makes `times` calls in one comm.group().
     """
     buffers = Buffers(device)
     about = f"{times} calls in one comm.group(), time per call"
@@ -368,7 +368,7 @@ def open_mpi(buffers: Buffers, ranks: int) -> Backend:
         raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None
     about, size = MPI.Get_library_version().split(",")[0].strip(), MPI.COMM_WORLD.size
     if size != ranks:
-        raise Unsupported(f"MPI has {size} of {ranks} ranks: start them with mpirun of {about}")
+        raise Unsupported(f"MPI has {size} of {ranks} ranks: start all with the mpirun of {about}")
     return Backend("mpi", about, partial(_prepare_mpi, MPI, buffers))
 
 

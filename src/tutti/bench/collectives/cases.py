@@ -135,7 +135,7 @@ class Backend:
 
 
 class Buffers:
-    """Ordinary tensors that all backends share, so that page placement is the same for all."""
+    """Ordinary tensors that all backends share, so that all backends use the same memory pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

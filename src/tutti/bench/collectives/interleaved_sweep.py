@@ -184,8 +184,8 @@ class Sweep:
     def _round(self, entry: _Entry, timing: str) -> Tensor:
         """Return the seconds of each call of one round. A call is timed on its slowest rank."""
         call = entry.prepared.call
-        # Make untimed calls, because other backends have run since the last turn of this backend,
-        # and ranks leave the barrier one after the other.
+        # Start with untimed calls. They refill the caches, which other backends have used since the
+        # last turn, and they align the ranks, which leave the barrier at different times.
         for _ in range(1 if entry.seconds > 1e-3 else 3):
             call()
         if timing == "back-to-back":
@@ -244,8 +244,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # {backend of a row: path}. Backends on symmetric tensors are not listed, because the table is for
 # ordinary tensors.
 PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}
-# A change of path must save at least this fraction of the time. Savings are added up over all sizes
-# from the change on.
+# The path changes from one size to the next only if this saves at least this fraction of the time,
+# added up over the next and all larger sizes.
 _MIN_GAIN = 0.05
 
 

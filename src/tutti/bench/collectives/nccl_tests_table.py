@@ -59,7 +59,7 @@ class CollectivesTable:
             print_line("#" + _line({name: name for name in columns}, columns)[1:])
             print_line("#" + _line({name: _COLUMNS[name][0] for name in columns}, columns)[1:])
             if self.spread and "cv%" not in columns:
-                print_line("# too narrow for min, p99 and cv: use --json")
+                print_note("the terminal is too narrow for min, p99 and cv: use --json FILE")
         for row in rows:
             hidden = row["wrong"] and "#wrong" not in self.columns
             wrong = f" {row['wrong']} WRONG" if hidden else ""

@@ -118,7 +118,7 @@ BUILTIN_PAIRS = {
         ("symmetric", "a small message with a collective → with symmetric memory"),
         ("accumulation", "all-reduce after each small batch → after several"),
         ("unified", "explicit copies through pinned memory → unified memory"),
-        ("placement", "memory on this rank's NUMA node → on another (a cost)"),
+        ("placement", "memory on this rank's NUMA node → on another, slower node"),
         ("bf16-gradients", "gradients sent in full precision → as bfloat16"),
     )
 }

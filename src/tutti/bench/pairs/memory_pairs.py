@@ -79,7 +79,7 @@ def placement(setting: Setting) -> Pair:
     return Pair(
         baseline=partial(read, near),
         optimized=partial(read, far),
-        reason=f"{target.nbytes >> 20} MiB from NUMA node {near}, then {far}; a cost if below 1",
+        reason=f"{target.nbytes >> 20} MiB from NUMA node {near} → from node {far}",
     )
 
 
@@ -165,7 +165,8 @@ class Managed:
         pointer, count = ctypes.c_void_p(block.address), ctypes.c_size_t(block.bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         place: tuple[Any, ...]
-        if int(str(torch.version.cuda).split(".")[0]) >= 13:  # the call takes a location and flags
+        # From CUDA 13 on, the call takes a location and flags instead of a device number.
+        if int(str(torch.version.cuda).split(".")[0]) >= 13:
             place = (_Location(*((1, block.device) if to_gpu else (2, 0))), ctypes.c_uint(0))
         else:
             place = (ctypes.c_int(block.device if to_gpu else -1),)

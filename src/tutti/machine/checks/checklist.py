@@ -71,10 +71,11 @@ def collect_from_ranks(
 ) -> Cluster:
     """Observe all ranks, and test the connections between their hosts.
 
-    All ranks must call this function, and all ranks get the same result. `machine` is what this
-    rank observed. `gpus` contains the UUID of the GPU that each rank would use. `all_reduce` runs a
-    collective over all ranks and returns its error ("" if the result was exact). If `all_reduce` is
-    None, only the connections and clock offsets between hosts are measured.
+    All ranks must call this function, and all ranks get the same result. `machine` is the
+    machine as this rank observed it. `gpus` contains the UUID of the GPU that each rank would use.
+    `all_reduce` runs a collective over all ranks and returns its error ("" if the result was
+    exact). If `all_reduce` is None, only the connections and clock offsets between hosts are
+    measured.
     """
     machines = [Machine.from_json(values) for values in peers.gather(asdict(machine))]
     rows = enumerate(zip(peers.hosts, machines, gpus, strict=True))

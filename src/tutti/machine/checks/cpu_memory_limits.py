@@ -143,7 +143,9 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
         placements = [(f"gpu:{local[0]}", allowed, local) for local in local_cpus.values()]
     for scope, allowed, (gpu_index, cpus) in placements:
         if not cpus & set(parse_cpu_list(allowed)):
-            observed = f"may use CPUs {allowed}, none of them on the NUMA node of GPU {gpu_index}"
+            observed = (
+                f"CPUs {allowed} are allowed, but none is on the NUMA node of GPU {gpu_index}"
+            )
             yield warn(scope, observed, f"some of CPUs {format_cpu_list(cpus)}")
 
 

@@ -24,8 +24,8 @@ STATUS_ORDER = (*PROBLEMS, "pass", "skip")
 class Finding:
     """The report of a check about one GPU, link, NIC, rank, host or the whole world.
 
-    Check.findings() sets `id`. If `host` is empty, it sets the host that was checked. For a warning
-    or failure, it replaces an empty `expected`, `cure` or `commands` by the value of the Check.
+    Check.findings() sets `id`, and sets an empty `host` to the host that was checked. In a warning
+    or a failure, it replaces an empty `expected`, `cure` or `commands` by the value of the Check.
     """
 
     status: Literal["pass", "warn", "fail", "skip"]

@@ -243,9 +243,9 @@ def clock_skew(cluster: Cluster) -> Findings:
         if certain > 1e-3:
             host, first = (cluster.machines[i].host for i in (offset.host, 0))
             direction = "ahead of" if offset.seconds > 0 else "behind"
-            affected = "logs and certificates" if certain > 5 else "traces"
+            affected = "traces, logs and certificates" if certain > 5 else "traces"
             size = format_seconds(abs(offset.seconds))
-            observed = f"{host} is {size} {direction} {first}: {affected} do not line up"
+            observed = f"{host} is {size} {direction} {first}, which affects {affected}"
             commands = (f"chronyc tracking  # on {host}", f"sudo chronyc makestep  # on {host}")
             yield warn("world", observed, "within 1 ms", *commands)
     if offsets:

@@ -18,7 +18,10 @@ def settings(machine: Machine) -> dict[str, str]:
 
 
 def shares_gpus(variables: Mapping[str, str]) -> bool:
-    """Return whether ranks share a GPU. Shared GPUs need variables that are wrong otherwise."""
+    """Return whether ranks share a GPU.
+
+    Some variables are needed in this case and are mistakes in all other cases.
+    """
     return variables.get("TUTTI_RANKS_PER_GPU", "1") != "1" or "NCCL_HOSTID" in variables
 
 
@@ -64,7 +67,7 @@ def renamed(machine: Machine) -> Findings:
             yield warn("machine", f"{name}={value}", expected, f"unset {name}")
 
 
-# Variables that are no mistake if ranks share a GPU. `tutti run --ranks-per-gpu` itself sets
+# Variables that may be set if ranks share a GPU. `tutti run --ranks-per-gpu` itself sets
 # NCCL_IB_DISABLE on a single host.
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
@@ -127,7 +130,8 @@ def invalid_values(machine: Machine) -> Findings:
     timeout = variables.get("NCCL_IB_TIMEOUT", "20")
     if timeout.isdecimal() and not 14 <= int(timeout) <= 22:
         seconds = 4.096e-6 * 2 ** min(int(timeout), 31)
-        observed = f"with NCCL_IB_TIMEOUT={timeout}, a packet is given up after {seconds:.3g} s"
+        wait = f"the NIC waits {seconds:.3g} s for the acknowledgement of a packet"
+        observed = f"with NCCL_IB_TIMEOUT={timeout}, {wait}"
         yield warn("machine", observed, "14 to 22 (default 20)", "export NCCL_IB_TIMEOUT=20")
     retries = variables.get("NCCL_IB_RETRY_CNT", "7")
     if retries.isdecimal() and int(retries) < 7:

@@ -431,7 +431,7 @@ def links_agree(cluster: Cluster, host: int) -> Findings:
     pairs = len(used) * (len(used) - 1) // 2
     names = ", ".join(net.name for net in nets) or "no NIC"
     yield passed(
-        f"NVLinks and PCIe paths of {len(used)} GPUs ({pairs} pairs) are those of tutti topo; "
+        f"NVLinks and PCIe paths of {len(used)} GPUs ({pairs} pairs) agree with tutti topo; "
         f"NCCL uses {names}, {direct} with GPUDirect RDMA"
     )
 

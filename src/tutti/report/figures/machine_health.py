@@ -1,7 +1,8 @@
 """Figures of parity, topology, checks and environments, and tables of results without figures."""
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tutti.machine.device_topology import Topology
@@ -68,15 +69,44 @@ def topology(result: Result) -> Iterator[Figure]:
     """
     machines = [Machine.from_json(machine) for machine in result.content.get("machines") or []]
     topologies = [Topology(machine) for machine in machines]
+    # JSON has lists in place of tuples.
+    tables = [json.loads(json.dumps(graph.to_json())) for graph in topologies]
+    for key in ("devices", "links", "nics", "numa"):
+        derived = [row for table in tables for row in table.get(key) or []]
+        _check_rows(key, result.content.get(key), derived)
     rows = result.content.get("links")
     if rows is None:
-        rows = [link for graph in topologies for link in graph.to_json()["links"]]
+        rows = [link for table in tables for link in table["links"]]
     if not topologies:
         yield plot.figure("links", rows)
         return
     pictures = draw(topologies, "light"), draw(topologies, "dark")
     hosts = ", ".join(machine.host for machine in machines)
     yield plot.figure("topology", rows, pictures=pictures, hosts=hosts)
+
+
+def _check_rows(key: str, rows: Any, derived: Sequence[dict[str, Any]]) -> None:
+    """Raise TypeError if a table is not a list of rows, or if a value has a wrong type.
+
+    The right types are in `derived`, the table that follows from the recorded machines.
+    """
+    if rows is None:
+        return
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise TypeError(f"{key} is not a list of objects")
+    for number, (row, expected) in enumerate(zip(rows, derived, strict=False)):
+        for name, value in row.items():
+            if not _same_type(value, right := expected.get(name)):
+                raise TypeError(
+                    f"{key}[{number}].{name} is {value!r}, expected a value such as {right!r}"
+                )
+
+
+def _same_type(value: Any, right: Any) -> bool:
+    if isinstance(value, list) and isinstance(right, list) and right:
+        return all(_same_type(each, right[0]) for each in value)
+    unknown = value is None or right is None
+    return unknown or type(value) is type(right) or {type(value), type(right)} <= {int, float}
 
 
 def checks(result: Result) -> Iterator[Figure]:

@@ -12,7 +12,7 @@ from tutti.report.summary import learning_rate_rows, scale_rows
 
 
 def scaling(result: Result) -> Iterator[Figure]:
-    """Yield the figures of a scaling. A sweep has a curve for each set of swept flags."""
+    """Yield the figures of a scaling result. A sweep has a curve for each set of swept flags."""
     content, variants = result.content, scale_rows(result)
     if variants:
         rows = [{"variant": flags, **row} for flags in variants for row in variants[flags]]

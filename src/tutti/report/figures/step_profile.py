@@ -81,7 +81,8 @@ def waits(run: Run) -> Iterator[Figure]:
             total[step["rank"], int(late)] += seconds
     cost = {late: sum(total[rank, late] for rank in ranks) for late in ranks}
     columns = sorted(sorted(ranks, key=lambda rank: -cost[rank])[:_MAX_RANKS])
-    drawn = "" if columns == ranks else f" The {len(columns)} most expensive ranks have a column."
+    only = f" Only the {len(columns)} ranks that cost the others the most time have a column."
+    drawn = "" if columns == ranks else only
     cells = [
         [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in columns] for a in ranks
     ]

@@ -60,7 +60,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
     head = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     yield Figure(
         "The runs",
-        "The length of a step and the share in which a rank computes are of the profiled steps.",
+        "The columns `step ms` and `computing %` are measured on the profiled steps only.",
         Table(head, [[row[name] for name in head] for row in rows]),
     )
     with_recipe = [run for run in runs if run.recipe]
@@ -103,9 +103,16 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def memory_by_cause(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the parts of each rank's peak memory, and the modules with the largest activations."""
+    """Yield the parts of each rank's peak memory, and the modules with the largest activations.
+
+    The parts are in summary.json of tutti train, or in the traces of tutti profile --memory.
+    """
     for run in runs:
-        ranks = (run.summary.get("memory") or {}).get("ranks") or []
+        ranks = (run.summary.get("memory") or {}).get("ranks") or [
+            {**row["memory"], "rank": row["rank"]}
+            for row in (run.profile or {}).get("ranks", [])
+            if row.get("memory")
+        ]
         if not ranks:
             continue
         rows = [{**row, "rank": f"rank {row['rank']}"} for row in ranks]
@@ -163,7 +170,8 @@ def waiting(runs: Sequence[Run]) -> Iterator[Figure]:
         if len(drawn) > _MAX_CURVES:  # draw the ranks that wait least and most
             drawn.sort(key=lambda rank: means[rank])
             drawn = sorted(drawn[: _MAX_CURVES // 2] + drawn[-_MAX_CURVES // 2 :])
-        left_out = f" {len(drawn)} of {len(means)} ranks are drawn: those that wait least and most."
+        count = f"{len(drawn)} of {len(means)} ranks"
+        left_out = f" {count} are drawn: the ranks that wait least and the ranks that wait most."
         yield from _figure(
             "waiting",
             runs,
