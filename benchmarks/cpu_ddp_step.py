@@ -1,11 +1,12 @@
-"""A DDP step of a communication-bound model on CPU ranks: backends in turns, in one run.
+"""Time of a DDP step of a communication-bound model on CPU ranks, with several backends.
 
     python benchmarks/cpu_ddp_step.py --ranks 2 --json benchmarks/cpu_ddp_step_MACHINE_DATE.json
 
-Ten layers of 1024 × 1024 (40 MB of gradients), batch 32 on each rank, SGD. Every backend trains its
-own copy of the same model on the same batches; steps of one alternate with steps of the others,
-the losses must be the same, and a step takes as long as its slowest rank. Ranks are pinned;
-`--ranks 4` on two cores shows what happens when ranks outnumber them.
+The model has ten layers of 1024 × 1024 (40 MB of gradients), and trains with SGD and batch 32 on
+each rank. Every backend trains its own copy of the same model on the same batches. In each round,
+the backends take turns, and each makes a few steps. The losses must be the same for all backends.
+The time of a step is its time on the slowest rank. Ranks are pinned to CPUs. `--ranks 4` on two
+cores shows the time if there are more ranks than cores.
 """
 
 import argparse
@@ -24,7 +25,7 @@ LAYERS, WIDTH, BATCH = 10, 1024, 32
 
 
 def measure(backends: list[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Every backend's step times and losses, as all ranks agree on them."""
+    """Return the step times of the slowest rank, and the losses of this rank, by backend."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +80,7 @@ def measure(backends: list[str], rounds: int, steps: int) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """p50 of each backend in ms, the ratio to the first, and how far losses are apart."""
+    """Return a row per backend: step time, speed-up over the first backend, loss difference."""
     (first, reference), *_ = found["losses"].items()
     rows = []
     for backend, seconds in found["times"].items():
@@ -108,7 +109,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backends", default="gloo,shm")
@@ -140,7 +141,7 @@ def main() -> None:
         )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-    # Sums of four ranks may be added in another order: the same up to rounding, and no further.
+    # Backends may add the gradients of four ranks in different orders: losses differ by rounding.
     if any(row["largest_loss_difference"] > 1e-5 for row in results["rows"]):
         sys.exit("the losses differ")
 

@@ -1,12 +1,12 @@
-"""Does `tutti bench collectives` say what a loop written by hand says? gloo, two ranks, in turns.
+"""Compare the times of `tutti bench collectives` with a plain loop, for gloo on two ranks.
 
     python benchmarks/cpu_gloo_by_hand.py --json benchmarks/cpu_gloo_by_hand_MACHINE_DATE.json
 
-The loop by hand is plain torch.distributed in processes of its own: warm up, then one look at the
-clock after each call; a call takes as long as on its slowest rank. It knows nothing of tutti. Both
-are started in turns, each `--rounds` times. They agree on a size where tutti's p50s overlap the
-spread of the loop: from the lowest lower quartile of its calls to the highest upper one. Exit code
-1: they do not.
+The plain loop uses torch.distributed in separate processes, and does not use tutti. It warms up,
+and then reads the clock after each call. The time of a call is its time on the slowest rank. The
+loop and `tutti bench` run alternately, each `--rounds` times. For one operation and size, the range
+of the loop is from the lowest first quartile to the highest third quartile of all rounds. Both
+agree if this range overlaps the range of tutti's p50s. The exit code is 1 if they do not agree.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from typing import Any
 
 OPS = ("all_reduce", "broadcast")
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20)
-SECONDS = 0.5  # for each operation and size, as tutti's --budget
+SECONDS = 0.5  # for each operation and size, in the loop and in tutti (--budget)
 
 
 def be_a_rank(rank: int) -> None:
-    """One of two ranks; rank 0 prints the quartiles in µs."""
+    """Run the plain loop as one of two ranks. Rank 0 prints p25, p50 and p75 in µs."""
     import torch
     import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def be_a_rank(rank: int) -> None:
 
 
 def by_hand() -> dict[str, list[float]]:
-    """Start two ranks of this file; p25, p50 and p75 by operation and size."""
+    """Run the plain loop. Return p25, p50 and p75 in µs, by operation and size."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -77,20 +77,20 @@ def by_hand() -> dict[str, list[float]]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate()[0] for rank in ranks]
+    outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
-        sys.exit("a rank of the loop by hand failed")
-    found: dict[str, list[float]] = json.loads(said[0])
+        sys.exit("a rank of the plain loop failed: see its messages above")
+    found: dict[str, list[float]] = json.loads(outputs[0])
     return found
 
 
 def by_tutti() -> dict[str, float]:
-    """`tutti bench collectives`; its p50s by operation and size."""
+    """Run `tutti bench collectives`. Return its p50s in µs, by operation and size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
         flags = ["--backends", "gloo", "--device", "cpu", "--ranks", "2", "--json", str(file)]
-        asked = ["--ops", ",".join(OPS), "--sizes", ",".join(map(str, SIZES))]
-        command = [sys.executable, "-m", "tutti", "bench", "collectives", *flags, *asked]
+        flags += ["--ops", ",".join(OPS), "--sizes", ",".join(map(str, SIZES))]
+        command = [sys.executable, "-m", "tutti", "bench", "collectives", *flags]
         subprocess.run([*command, "--budget", str(SECONDS)], check=True, stdout=subprocess.DEVNULL)
         rows = json.loads(file.read_text())["rows"]
     return {f"{row['op']} {row['bytes']}": row["time_us"]["p50"] for row in rows}
@@ -99,7 +99,7 @@ def by_tutti() -> dict[str, float]:
 def compare(
     hand: list[dict[str, list[float]]], ours: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """A row for each operation and size: what both gave, and whether they agree."""
+    """Return a row per operation and size: both times, and whether they agree."""
     rows = []
     for what in hand[0]:
         op, _, size = what.partition(" ")
@@ -119,7 +119,7 @@ def compare(
 
 
 def main() -> None:
-    """Run both in turns, or be a rank of the loop by hand."""
+    """Run the loop and tutti alternately, or run as a rank of the loop."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -155,7 +155,7 @@ def main() -> None:
         }
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     if not all(row["agree"] for row in rows):
-        sys.exit("they do not agree")
+        sys.exit("tutti and the plain loop do not agree in the rows marked APART")
 
 
 if __name__ == "__main__":

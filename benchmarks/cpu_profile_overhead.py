@@ -1,14 +1,15 @@
-"""What `tutti profile` costs a step: before and after it records (off), and while it does (on).
+"""How much `tutti profile` slows down a step, while it records (on) and otherwise (off).
 
     python benchmarks/cpu_profile_overhead.py --json cpu_profile_overhead_MACHINE_DATE.json
 
-Two programs that know nothing of a profiler, on two CPU ranks: ten linear layers, and the GPT, both
-under DDP. Each runs by itself and under `tutti profile`, in turns, and times its own steps.
+Two programs without a profiler run on two CPU ranks with DDP: ten linear layers, and the GPT. Each
+program runs alone and under `tutti profile`, alternately, and measures the time of its steps. A
+pair of runs gives two ratios:
 
-    off   p50 of steps before and after the recorded ones / p50 of the same steps by itself
-    on    p50 of the recorded steps / p50 of those before and after, in the same process
+    off   p50 of the steps before and after the recorded steps, under tutti profile / alone
+    on    p50 of the recorded steps / p50 of the steps before and after, in the same run
 
-Ratios are of neighbouring runs; p50 and the range over all pairs of runs.
+The result has the p50 and the range of each ratio over all pairs.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from statistics import median
 from typing import Any
 
 BEFORE, WARMUP, ACTIVE, AFTER = 30, 2, 20, 30
-WARM = 10  # of the steps before, these are not counted
+WARM = 10  # number of steps at the start that are not counted
 
 
 def train(model_name: str, file: Path) -> None:
-    """The program: a rank of plain DDP, which writes how long its steps took."""
+    """Run as one rank of the program. Rank 0 writes the seconds of each step to `file`."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -46,7 +47,7 @@ def train(model_name: str, file: Path) -> None:
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     seconds = []
-    # The capture's first step begins after the program's first.
+    # tutti profile counts steps from the end of the program's first step.
     for _ in range(1 + BEFORE + WARMUP + ACTIVE + AFTER):
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -59,7 +60,7 @@ def train(model_name: str, file: Path) -> None:
 
 
 def run(model_name: str, ranks: int, captured: bool) -> list[float]:
-    """Seconds of the steps of one run."""
+    """Run the program, under tutti profile if `captured`. Return the seconds of each step."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "seconds.json")
         tutti = [sys.executable, "-m", "tutti"]
@@ -80,17 +81,17 @@ def run(model_name: str, ranks: int, captured: bool) -> list[float]:
 
 
 def off(seconds: list[float]) -> float:
-    """p50 of the steps around those that are recorded."""
+    """Return the p50 of the steps before and after the recorded steps."""
     return median(seconds[WARM:BEFORE] + seconds[BEFORE + WARMUP + ACTIVE + 1 :])
 
 
 def on(seconds: list[float]) -> float:
-    """p50 of those that are; the last one also writes the trace, and is no step."""
+    """Return the p50 of the recorded steps, without the last, which also writes the trace."""
     return median(seconds[BEFORE + WARMUP : BEFORE + WARMUP + ACTIVE - 1])
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """p50 and range."""
+    """Return p50, min and max."""
     return {
         "p50": round(median(values), 4),
         "min": round(min(values), 4),
@@ -99,7 +100,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, or be the program that is measured."""
+    """Run all measurements, or run as the measured program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -124,7 +125,7 @@ def main() -> None:
                 "step_ms": spread([1e3 * off(alone) for alone, _ in pairs]),
                 "off": spread([off(captured) / off(alone) for alone, captured in pairs]),
                 "on": spread([on(captured) / off(captured) for _, captured in pairs]),
-                # What the same comparison says where there is nothing to find.
+                # The ratio `on` of runs without tutti profile, which would be 1 without noise.
                 "noise": spread([on(alone) / off(alone) for alone, _ in pairs]),
                 "repeats": options.repeats,
             }

@@ -3,13 +3,16 @@
     python benchmarks/forked_programs.py serve SOCKET                     # imports, then forks
     FORK_SERVER=SOCKET python benchmarks/forked_programs.py FILE.py ARG   # runs FILE.py ARG
 
-Imports take most of the time of a short run. The second command is a rank for its launcher: the
-program has the command's environment, directory, CPUs and output, and the command ends with its
-exit code. If the command is killed, so is the program. A program under `tutti profile` or
-`tutti scale` is captured as usual.
+Imports take most of the time of a short run, so the first command imports all modules once and then
+forks a process for each program. A launcher can use the second command as a rank: the program gets
+the environment, directory, CPUs and output of the command, and the command exits with the exit code
+of the program. If the command is killed, the program is killed, too. `tutti profile` and
+`tutti scale` can record such a program.
 """
 
+import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -19,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,15 @@ MODULES = (
 
 
 def serve(path: str) -> None:
-    """Fork a program for each connection. Only the forked program returns."""
+    """Fork a program for each connection."""
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     for name in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # Without this call, the garbage collection of each program writes to the memory of all imported
+    # modules, so that the system copies this memory.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
@@ -47,22 +55,23 @@ def serve(path: str) -> None:
     message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     program = os.fork()
     if program == 0:
+        os.setpgid(0, 0)  # processes that the program starts are killed with it
         connection.close()
         for number, descriptor in enumerate(descriptors, 1):
             os.dup2(descriptor, number)
-        _run(json.loads(message))
-        return
+        os._exit(_run(json.loads(message)))  # Python would free all imported modules first
     while True:
         ended, status = os.waitpid(program, os.WNOHANG)
         if ended:
             connection.send(bytes([os.waitstatus_to_exitcode(status) & 255]))
             os._exit(0)
         if select.select([connection], [], [], 0.02)[0]:  # the command has ended
-            os.kill(program, signal.SIGKILL)
+            os.killpg(program, signal.SIGKILL)
             os._exit(1)
 
 
-def _run(request: dict[str, Any]) -> None:
+def _run(request: dict[str, Any]) -> int:
+    """Run the program and its exit handlers, and return its exit code."""
     import torch
 
     os.environ.clear()
@@ -79,7 +88,18 @@ def _run(request: dict[str, Any]) -> None:
         hook._begin_capture(json.loads(settings))
     sys.argv = request["arguments"]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def request(arguments: list[str]) -> int:

@@ -1,12 +1,12 @@
-"""How fast tutti trains on one GPU, against plain PyTorch, Accelerate and Lightning, in one run.
+"""Training speed of tutti, plain PyTorch, Accelerate and Lightning on one GPU, in one run.
 
     python benchmarks/gpu_training.py --json benchmarks/gpu_training_DEVICE_DATE.json
 
-Three parts, each interleaved round by round so that all see the same machine:
-  lenet     seconds per epoch of LeNet at batch 256 on 60,000 28×28 samples
-  gpt       tokens per second of a GPT-2-sized model (124M, sequence 1024, bf16), same model
-  overhead  what the trainer adds around the very same step
-Results are checked: every LeNet must have learned, and both GPTs must have the same loss.
+There are three parts. In each round of a part, the systems take turns.
+  lenet     seconds per epoch of LeNet at batch 256 on 60,000 samples of 28×28 pixels
+  gpt       tokens per second of a model of the size of GPT-2 (124 M, sequence 1024, bf16)
+  overhead  time per step in tutti's Trainer, compared with a plain loop over the same step
+The results contain the test accuracy of every LeNet, and the difference between the GPT losses.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Epoch = Callable[[], float]
 
 
 def images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """60,000 images of noise, labelled by a random linear teacher: learnable, and no download."""
+    """Return 60,000 random images, labelled by a random linear model. Needs no download."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES + 1000, 1, 28, 28, generator=generator)
     y = (x.flatten(1) @ torch.randn(784, 10, generator=generator)).argmax(-1)
@@ -53,7 +53,7 @@ def images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def plain(workers: int) -> tuple[Epoch, nn.Module]:
-    """A plain loop with a DataLoader."""
+    """Return a function that trains an epoch in a plain loop with a DataLoader, and its model."""
     model, optimizer, loader = _lenet_parts(workers)
     model.cuda()
 
@@ -70,7 +70,7 @@ def plain(workers: int) -> tuple[Epoch, nn.Module]:
 
 
 def accelerate() -> tuple[Epoch, nn.Module]:
-    """The same loop with Hugging Face Accelerate."""
+    """Return the same as `plain`, with Hugging Face Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -88,7 +88,7 @@ def accelerate() -> tuple[Epoch, nn.Module]:
 
 
 def lightning() -> tuple[Epoch, nn.Module]:
-    """The same model in a Lightning module; its own epoch is timed, without set-up."""
+    """Return the same as `plain`, with Lightning. Only the epoch is timed, not the set-up."""
     try:
         import lightning.pytorch as pl
     except ImportError:
@@ -129,7 +129,7 @@ def lightning() -> tuple[Epoch, nn.Module]:
 def ours(
     world: tutti.World, folder: Path, graph: bool = False, compiled: bool = False
 ) -> tuple[Epoch, nn.Module]:
-    """tutti, with the data on the device; with and without a CUDA graph and torch.compile."""
+    """Return the same as `plain`, with tutti and all data on the device."""
     recipe = with_values(
         RECIPES["lenet"],
         {
@@ -151,7 +151,7 @@ def ours(
 
 
 def benchmark_lenet(world: tutti.World, folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds per epoch of each system."""
+    """Return the seconds per epoch and the test accuracy of each system."""
     best_of_ours = "tutti, data on device, CUDA graph, compiled"
     systems = {
         "plain loop": plain(workers=0),
@@ -185,7 +185,7 @@ def benchmark_lenet(world: tutti.World, folder: Path, rounds: int) -> dict[str, 
 
 
 def benchmark_gpt(world: tutti.World, rounds: int, steps: int) -> dict[str, Any]:
-    """Tokens per second of a bare torch.compile loop and of tutti's step, on the same batches."""
+    """Return the tokens/s of a plain torch.compile loop and of tutti's step, on equal batches."""
     config = GPTConfig.gpt2()
     batches = torch.randint(0, 50_257, (8, GPT_BATCH, SEQ_LEN + 1), device="cuda")
 
@@ -246,7 +246,7 @@ def benchmark_gpt(world: tutti.World, rounds: int, steps: int) -> dict[str, Any]
 
 
 def benchmark_overhead(world: tutti.World, folder: Path, steps: int) -> dict[str, Any]:
-    """Seconds per step inside the trainer, against a bare loop over the very same step."""
+    """Return the seconds per step in the Trainer, and in a plain loop over the same step."""
     recipe = with_values(
         Recipe(model="gpt", architecture=GPTConfig.gpt2()),
         {

@@ -1,4 +1,4 @@
-"""Peak memory of every rank, during start and training steps of a GPT, against its share.
+"""Peak memory of every rank during start and training steps of a GPT, compared with a bound.
 
     python benchmarks/training_memory.py --json benchmarks/cpu_training_memory_HOST_DATE.json
     python benchmarks/training_memory.py --device cuda --ranks-per-gpu 8 --ranks 8 \\
@@ -6,15 +6,16 @@
         --json benchmarks/gpu_training_memory_DEVICE_DATE.json
 
 Every layout trains in its own world, with the ordinary Trainer. A rank first trains a tiny GPT in
-the same layout: what it then uses is an empty rank. From there on, peaks are recorded until the
-last step of the large GPT: on the CPU the unique set size (private pages, sampled every 20 ms from
-/proc/self/smaps_rollup), on a GPU the bytes that torch has allocated, and on the host the unique
-set size as well. The bound of a rank is
+the same layout. The memory that it uses afterwards is the memory of an empty rank. Then the rank
+trains the large GPT, and its peak memory is recorded until the last step. On the CPU, this is the
+unique set size (private pages, sampled every 20 ms from /proc/self/smaps_rollup). On a GPU, it is
+the bytes that torch has allocated, and the unique set size on the host is recorded, too. The bound
+of a rank, in bytes, is
 
     1.15 × (parameters, gradients and AdamW state) / ranks + one layer + activations + empty rank
 
-where activations are what autograd keeps for the layers of one rank: all layers of one microbatch,
-measured on one block.
+where activations are the tensors that autograd keeps for all layers of one microbatch. They are
+computed from the tensors of one block.
 """
 
 import argparse
@@ -47,7 +48,7 @@ _SAMPLE_SECONDS = 0.02
 
 
 def unique_set_size() -> int:
-    """Private bytes of this process, in memory or swapped out."""
+    """Return the private bytes of this process, in memory or swapped out."""
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():  # kernels without it (gVisor): resident minus shared pages
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
@@ -60,7 +61,7 @@ def unique_set_size() -> int:
 
 
 class PeakSampler:
-    """Records the largest unique set size while it runs, and when it was."""
+    """Records the largest unique set size inside the `with` block."""
 
     def __init__(self) -> None:
         self.peak = unique_set_size()
@@ -81,7 +82,7 @@ class PeakSampler:
 
 
 def recipe_of(options: argparse.Namespace, layout: str, config: GPTConfig, steps: int) -> Recipe:
-    """The recipe `gpt` with this architecture, on synthetic text, without evaluation."""
+    """Return the recipe `gpt` with this architecture, on synthetic text, without evaluation."""
     recipe = RECIPES["gpt"]
     return replace(
         recipe,
@@ -107,7 +108,10 @@ def train(world: tutti.World, recipe: Recipe) -> float:
 
 
 def activation_bytes(config: GPTConfig, batch: int, seq_len: int, precision: str) -> int:
-    """Bytes that autograd keeps for all layers of one microbatch, counted on one block, on meta."""
+    """Return the bytes that autograd keeps for all layers of one microbatch.
+
+    The tensors of one block are counted on the meta device and multiplied by the number of layers.
+    """
     kept: dict[int, int] = {}
     with torch.device("meta"):
         model = GPT(replace(config, layers=1))
@@ -131,7 +135,7 @@ def activation_bytes(config: GPTConfig, batch: int, seq_len: int, precision: str
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """One rank of one layout: measure, and let rank 0 write the row."""
+    """Measure as one rank of one layout. Rank 0 writes the row."""
     layout = options.rank_of_layout
     config = GPTConfig(
         vocab_size=options.vocab_size,

@@ -2,8 +2,8 @@
 
     tutti run -n 2 --device cpu examples/collective_patterns.py
 
-A collective inside an `if` hangs as soon as the ranks differ in the condition. Let them agree
-first, in one all-reduce of one byte, and then take the same branch on every rank.
+A collective inside an `if` hangs as soon as the condition differs between ranks. Let the ranks
+agree first, with an all-reduce of one byte. Then every rank takes the same branch.
 """
 
 from collections import deque
@@ -16,12 +16,12 @@ from tutti import comm
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank; the same answer on every rank."""
+    """Return whether the flag is set on any rank. Every rank gets the same answer."""
     return bool(comm.all_reduce(torch.tensor([flag], dtype=torch.uint8), "max").item())
 
 
 def all_ranks(flag: bool) -> bool:
-    """Whether the flag is set on every rank; the same answer on every rank."""
+    """Return whether the flag is set on every rank. Every rank gets the same answer."""
     return bool(comm.all_reduce(torch.tensor([flag], dtype=torch.uint8), "min").item())
 
 
@@ -30,16 +30,17 @@ def gather_compute_scatter(
 ) -> torch.Tensor:
     """Gather all tensors at the root, compute there, and give each rank its row of the result.
 
-    For work that needs all data once: sorting, assigning work, a global top-k. `compute` gets the
-    tensors along a new dim 0 and returns as many rows of the same shape. If it raises, every rank
-    raises: a rank that left early would let the others wait in the scatter.
+    This pattern is for work that needs the data of all ranks at one place: sorting, assigning work,
+    a global top-k. `compute` gets the tensors stacked along a new dim 0, and returns a tensor of
+    the same shape. If `compute` raises an exception, every rank raises an exception. Otherwise the
+    other ranks would wait forever in the scatter.
     """
     gathered = comm.gather(tensor.unsqueeze(0), root)
     rows, error = None, None
     if gathered is not None:  # this rank is the root
         try:
             rows = compute(gathered)
-        except Exception as problem:  # the other ranks must learn of it, whatever it is
+        except Exception as problem:  # any_rank below tells the other ranks about the exception
             error = problem
     if any_rank(error is not None):
         raise error or RuntimeError(f"compute failed on rank {root}")
@@ -49,9 +50,9 @@ def gather_compute_scatter(
 def overlapped(
     shards: Iterable[torch.Tensor], compute: Callable[[torch.Tensor], float], ahead: int = 1
 ) -> Iterator[float]:
-    """Compute on each gathered shard while the next `ahead` all-gathers are under way.
+    """Compute on each gathered shard while the next `ahead` all-gathers run.
 
-    Each all-gather in flight holds the memory of its result: this is how FSDP walks over layers.
+    Each running all-gather needs memory for its result. FSDP prefetches layers in the same way.
     """
     under_way: deque[comm.Handle] = deque()
     for shard in shards:
@@ -85,4 +86,5 @@ with tutti.init() as world:
     sums = list(overlapped(shards, lambda layer: float(layer.sum())))
     assert sums == [4 * sum(range(layer, layer + size)) for layer in range(3)]
     if world.is_first:
-        print(f"{size} ranks agreed, sorted {keys.tolist()} at rank 0 and overlapped {len(sums)}")
+        done = f"agreed, sorted {keys.tolist()} at rank 0 and overlapped {len(sums)} all-gathers"
+        print(f"{size} ranks {done}")

@@ -1,7 +1,7 @@
 """A model split over ranks in two naive ways: tutti run -n 2 examples/naive_model_parallel.py
 
-By layers, one rank computing while the others wait; and by the channels of each layer. Both give
-the gradients of one device, and each rank holds a part of the parameters.
+First by layers: one rank computes while the others wait. Then by the channels of each layer. Both
+ways give the same gradients as one device, and each rank holds only a part of the parameters.
 """
 
 import copy
@@ -21,17 +21,18 @@ def main() -> None:
         whole = nn.Sequential(*layers).double().to(world.device)
         x = torch.randn(16, 64, dtype=torch.float64, device=world.device)
         whole(x).square().sum().backward()
-        gradients = {name: each.grad for name, each in whole.named_parameters()}
-        held = sum(each.numel() for each in whole.parameters())
+        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        total = sum(parameter.numel() for parameter in whole.parameters())
 
         placed = LayersOnRanks(copy.deepcopy(whole))
         placed.model.zero_grad()
         outputs = placed.forward(x, shape=(16, 64))
         placed.backward(outputs.square().sum() if placed.is_last else None)
-        pairs = [(each.grad, gradients[name]) for name, each in placed.model.named_parameters()]
-        tell(world, "layers on ranks", placed.model, pairs, held)
+        parameters = placed.model.named_parameters()
+        pairs = [(parameter.grad, gradients[name]) for name, parameter in parameters]
+        report(world, "layers on ranks", placed.model, pairs, total)
 
-        # Split by columns, then by rows, and so on.
+        # Split the layers by columns and by rows alternately.
         split = copy.deepcopy(whole)
         kinds = {"0": ColumnLinear, "2": RowLinear, "4": ColumnLinear, "6": RowLinear}
         for name, kind in kinds.items():
@@ -41,16 +42,19 @@ def main() -> None:
             (split.get_submodule(name).weight.grad, own_slice(gradients[f"{name}.weight"], dim))
             for name, dim in {"0": 0, "2": 1, "4": 0, "6": 1}.items()
         ]
-        tell(world, "channels split", split, pairs, held)
+        report(world, "channels split", split, pairs, total)
 
 
-def tell(world: tutti.World, how: str, model: nn.Module, pairs: list, whole: int) -> None:
-    """What this rank holds, and how far all ranks' gradients are from those of one device."""
+def report(world: tutti.World, how: str, model: nn.Module, pairs: list, total: int) -> None:
+    """Print how many parameters rank 0 holds, and the largest gradient error over all ranks.
+
+    `pairs` has the gradients of this rank, each with the gradient of one device.
+    """
     worst = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     if world.is_first:
-        held = sum(each.numel() for each in model.parameters())
-        print(f"{how}: rank 0 holds {held} of {whole} parameters, largest error {worst:.1e}")
+        held = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{how}: rank 0 holds {held} of {total} parameters, largest error {worst:.1e}")
 
 
 if __name__ == "__main__":

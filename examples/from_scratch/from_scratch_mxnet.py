@@ -1,7 +1,7 @@
 """Data parallelism from first principles, in MXNet 1.9.1: one process, several devices.
 
-The same functions in the same order as from_scratch_torch.py, so that the two can be read side by
-side. The comments here say only what MXNet does differently.
+This file has the same functions in the same order as from_scratch_torch.py, so that both files can
+be read side by side. The comments here explain only what MXNet does differently.
 
     .venv-mxnet/bin/python examples/from_scratch/from_scratch_mxnet.py --devices 2 --batch 256
 """
@@ -16,9 +16,9 @@ from mxnet.context import Context
 from mxnet.ndarray import NDArray
 
 
-# MXNet's operators want to be told sizes that PyTorch reads off the weights.
+# MXNet's operators need sizes as arguments that PyTorch reads from the shapes of the weights.
 def lenet(x: NDArray, params: list[NDArray]) -> NDArray:
-    """Images (n, 1, 28, 28) → logits (n, 10)."""
+    """Return the logits (n, 10) of images (n, 1, 28, 28)."""
     conv1, bias1, conv2, bias2, hidden, bias3, head, bias4 = params
     pooling = {"kernel": (2, 2), "stride": (2, 2), "pool_type": "avg"}
     x = nd.Convolution(x, conv1, bias1, kernel=(5, 5), num_filter=20)
@@ -29,9 +29,9 @@ def lenet(x: NDArray, params: list[NDArray]) -> NDArray:
     return nd.FullyConnected(x, head, bias4, num_hidden=CLASSES)
 
 
-# mx.cpu(0) and mx.cpu(1) are the same cores and the same memory, but two contexts: MXNet refuses to
-# mix their arrays by accident, exactly as it would with two GPUs. So replicas on a CPU also check
-# that every copy between devices is written down.
+# mx.cpu(0) and mx.cpu(1) are the same cores and the same memory, but two contexts. As with two
+# GPUs, MXNet refuses operations on arrays of different contexts. So a run on a CPU also shows that
+# no copy between devices is missing.
 def get_devices(num_devices: int) -> list[Context]:
     gpus = mx.context.num_gpus()
     if gpus == 0:
@@ -40,17 +40,17 @@ def get_devices(num_devices: int) -> list[Context]:
 
 
 def get_params(params: list[NDArray], device: Context) -> list[NDArray]:
-    """A copy of the parameters on a device, each with a gradient that starts at zero."""
+    """Return a copy of the parameters on a device. The gradient of each parameter is zero."""
     copies = [p.copyto(device) for p in params]
     for p in copies:
-        # By default MXNet overwrites a gradient in each backward pass. "add" makes it add, as
-        # PyTorch does, so that a device without samples is handled alike in both files.
+        # By default, a backward pass of MXNet overwrites gradients. With "add" it adds to them, as
+        # in PyTorch, so that both files handle a device without samples in the same way.
         p.attach_grad(grad_req="add")
     return copies
 
 
 def allreduce(tensors: list[NDArray]) -> None:
-    """One tensor per device, in place: afterwards each holds the sum of all."""
+    """Replace each tensor by the sum of all tensors, in place. There is one tensor per device."""
     total, *others = tensors
     for tensor in others:
         total += tensor.as_in_context(total.context)
@@ -59,7 +59,10 @@ def allreduce(tensors: list[NDArray]) -> None:
 
 
 def allreduce_grouped(groups: list[list[NDArray]]) -> None:
-    """One list of tensors per device: like `allreduce` for each position, but in one go."""
+    """All-reduce the tensors at each position of the groups, with one call of `allreduce`.
+
+    There is one group (a list of tensors) per device.
+    """
     buffers = [nd.concat(*[tensor.reshape(-1) for tensor in group], dim=0) for group in groups]
     allreduce(buffers)
     for buffer, group in zip(buffers, groups, strict=True):
@@ -71,9 +74,9 @@ def allreduce_grouped(groups: list[list[NDArray]]) -> None:
 
 
 def split_batch(x: NDArray, y: NDArray, devices: list[Context]) -> list[tuple[NDArray, NDArray]]:
-    """Consecutive parts of a batch: the first on the first device, and so on."""
-    # nd.split wants equal parts, so the bounds are computed here. MXNet also knows no empty arrays
-    # (a dim of 0 means "unknown"), so a device without samples must not get a part at all.
+    """Return consecutive parts of a batch: the first part on the first device, and so on."""
+    # nd.split supports only equal parts, so the bounds are computed here. MXNet has no empty arrays
+    # (a dim of 0 means "unknown"), so a device without samples gets no part.
     used = devices[: len(x)]
     share, rest = divmod(len(x), len(used))
     parts = []
@@ -93,15 +96,15 @@ def train_batch(
     lr: float,
     naive: bool = False,
 ) -> NDArray:
-    """One step of SGD on all devices. Returns the mean loss of the batch, on the first device."""
+    """Run one step of SGD on all devices. Return the batch's mean loss, on the first device."""
     parts = split_batch(x, y, devices)
-    with autograd.record():  # MXNet records for backward only where it is asked to
+    with autograd.record():  # MXNet records operations for backward only inside this context
         losses = [
             -nd.pick(nd.log_softmax(lenet(part_x, params)), part_y).sum() / len(x)
             for (part_x, part_y), params in zip(parts, device_params, strict=False)
         ]
-    # MXNet only queues work, on CPUs too, and runs in parallel what does not depend on each other:
-    # this loop does not wait for one device before it starts the next.
+    # MXNet queues operations, on CPUs too, and runs independent operations in parallel. So this
+    # loop does not wait for a device before it starts the next device.
     for loss in losses:
         loss.backward()
 
@@ -125,7 +128,7 @@ def train_batch(
 def count_correct(
     x: NDArray, y: NDArray, device_params: list[list[NDArray]], devices: list[Context]
 ) -> int:
-    """Right answers in a batch: counts, unlike means, can be added over devices as they are."""
+    """Return the number of correct predictions in a batch, summed over devices."""
     parts = split_batch(x, y, devices)
     return sum(
         int((lenet(part_x, params).argmax(axis=1) == part_y).sum().asscalar())
@@ -143,7 +146,7 @@ def train(
     seed: int = 0,
     naive: bool = False,
 ) -> tuple[list[NDArray], list[Epoch]]:
-    """Train LeNet; returns the parameters of the first device and what each epoch gave."""
+    """Train LeNet. Return the parameters of the first device and the results of each epoch."""
     devices = get_devices(num_devices)
     print(f"{images.source}; devices: {', '.join(map(str, devices))}; dtype: {dtype}")
     if devices[0].device_type == "cpu" or len(set(devices)) < num_devices:
@@ -160,7 +163,7 @@ def train(
         for rows in batches(len(x), batch_size, rng):
             loss = train_batch(x[rows], y[rows], device_params, devices, lr, naive)
             loss_sum += loss * len(rows)
-        mean_loss = loss_sum.asscalar() / len(x)  # waits for everything that was queued
+        mean_loss = loss_sum.asscalar() / len(x)  # waits for all queued operations
         seconds = time.perf_counter() - start
         correct = sum(
             count_correct(

@@ -1,8 +1,8 @@
 """Data parallelism from first principles, in PyTorch: one process, several devices.
 
-Every device holds a copy of the parameters and sees a part of each batch. The gradients are summed
-over the devices, every copy takes the same step, and so the copies stay equal. Nothing else is
-needed, and nothing here comes from torch.distributed or torch.optim.
+Every device holds a copy of the parameters and gets a part of each batch. The gradients are summed
+over the devices, and every device makes the same update, so the copies stay equal. This file uses
+neither torch.distributed nor torch.optim.
 
     python examples/from_scratch/from_scratch_torch.py --devices 2 --batch 256 --epochs 3 --lr 0.1
 """
@@ -16,10 +16,10 @@ from lesson import Epoch, Images, batches, first_params, flags
 from torch import Tensor
 
 
-# The model is a function of its input and a list of parameters, not an object that owns them: the
-# same function then runs on any copy of the parameters, wherever that copy lives.
+# The model is a function of its input and a list of parameters, not an object that owns its
+# parameters. So the same function runs with any copy of the parameters, on any device.
 def lenet(x: Tensor, params: list[Tensor]) -> Tensor:
-    """Images (n, 1, 28, 28) → logits (n, 10)."""
+    """Return the logits (n, 10) of images (n, 1, 28, 28)."""
     conv1, bias1, conv2, bias2, hidden, bias3, head, bias4 = params
     x = F.avg_pool2d(F.relu(F.conv2d(x, conv1, bias1)), 2)
     x = F.avg_pool2d(F.relu(F.conv2d(x, conv2, bias2)), 2)
@@ -27,9 +27,9 @@ def lenet(x: Tensor, params: list[Tensor]) -> Tensor:
     return F.linear(x, head, bias4)
 
 
-# Without several GPUs the lesson still holds: a device is then only a name for "its own copy of the
-# parameters and its own part of the batch". Such replicas show that the sums are right; they cannot
-# show a gain in speed.
+# If there are fewer GPUs than devices, several entries of the list are the same device. Each entry
+# still has its own copy of the parameters and its own part of the batch. Such replicas show that
+# the sums are right, but they are not faster.
 def get_devices(num_devices: int) -> list[torch.device]:
     gpus = torch.cuda.device_count()
     if gpus == 0:
@@ -38,9 +38,9 @@ def get_devices(num_devices: int) -> list[torch.device]:
 
 
 def get_params(params: list[Tensor], device: torch.device) -> list[Tensor]:
-    """A copy of the parameters on a device, each with a gradient that starts at zero."""
-    # copy=True: on the device where it already lives, `to` alone would return the same tensor, and
-    # two replicas on one device would then share what each is meant to own.
+    """Return a copy of the parameters on a device. The gradient of each parameter is zero."""
+    # Without copy=True, `to` would return the same tensor if it is already on the device, and two
+    # replicas on one device would share their parameters.
     copies = [p.detach().to(device, copy=True).requires_grad_() for p in params]
     for p in copies:
         p.grad = torch.zeros_like(p)
@@ -48,9 +48,10 @@ def get_params(params: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def allreduce(tensors: list[Tensor]) -> None:
-    """One tensor per device, in place: afterwards each holds the sum of all."""
-    # The naive way: everything goes to the first device and back. With k devices it sends and
-    # receives k − 1 tensors while the others idle; a ring would spread that over all links.
+    """Replace each tensor by the sum of all tensors, in place. There is one tensor per device."""
+    # This is the naive algorithm: all tensors are sent to the first device, and the sum is sent
+    # back. The first device receives and sends k − 1 tensors for k devices, while the links between
+    # the other devices are idle. A ring all-reduce would use all links.
     total, *others = tensors
     for tensor in others:
         total += tensor.to(total.device)
@@ -59,9 +60,12 @@ def allreduce(tensors: list[Tensor]) -> None:
 
 
 def allreduce_grouped(groups: list[list[Tensor]]) -> None:
-    """One list of tensors per device: like `allreduce` for each position, but in one go."""
-    # Each transfer has a fixed cost however small it is, and LeNet has four biases of a few hundred
-    # bytes. One long buffer pays that cost once instead of once per tensor.
+    """All-reduce the tensors at each position of the groups, with one call of `allreduce`.
+
+    There is one group (a list of tensors) per device.
+    """
+    # Each transfer has a fixed cost, and LeNet has four biases of a few hundred bytes. With one
+    # long buffer, this cost occurs once instead of once per tensor.
     buffers = [torch.cat([tensor.flatten() for tensor in group]) for group in groups]
     allreduce(buffers)
     for buffer, group in zip(buffers, groups, strict=True):
@@ -71,9 +75,9 @@ def allreduce_grouped(groups: list[list[Tensor]]) -> None:
 
 
 def split_batch(x: Tensor, y: Tensor, devices: list[torch.device]) -> list[tuple[Tensor, Tensor]]:
-    """Consecutive parts of a batch: the first on the first device, and so on."""
-    # An uneven batch is no special case: the first len(x) % k devices take one sample more. When
-    # there are fewer samples than devices, there are fewer parts, and the last devices get none.
+    """Return consecutive parts of a batch: the first part on the first device, and so on."""
+    # If k devices do not divide the batch evenly, the first len(x) % k devices get one sample more.
+    # If there are fewer samples than devices, the last devices get no part.
     used = devices[: len(x)]
     parts = zip(x.tensor_split(len(used)), y.tensor_split(len(used)), used, strict=True)
     return [(part_x.to(device), part_y.to(device)) for part_x, part_y, device in parts]
@@ -87,17 +91,17 @@ def train_batch(
     lr: float,
     naive: bool = False,
 ) -> Tensor:
-    """One step of SGD on all devices. Returns the mean loss of the batch, on the first device."""
+    """Run one step of SGD on all devices. Return the batch's mean loss, on the first device."""
     # Each device sums its losses and divides by the size of the WHOLE batch. The sum over devices
-    # is then the mean over samples, however they were split. Taking the mean on each device would
-    # be wrong twice: k times too large, and in an uneven split not every sample would count alike.
+    # is then the mean over samples, for any split. A mean on each device would be wrong twice: the
+    # sum would be k times too large, and after an uneven split samples would have unequal weights.
     parts = split_batch(x, y, devices)
     losses = [
         F.cross_entropy(lenet(part_x, params), part_y, reduction="sum") / len(x)
         for (part_x, part_y), params in zip(parts, device_params, strict=False)
     ]
-    # A GPU runs behind the host, so the forward passes above overlap. One call for all losses lets
-    # the backward passes overlap too: autograd has a thread for each GPU.
+    # GPUs run asynchronously, so the forward passes above overlap. With one call for all losses,
+    # the backward passes overlap too, because autograd has a thread for each GPU.
     torch.autograd.backward(losses)
 
     grads = [[p.grad for p in params] for params in device_params]
@@ -107,9 +111,9 @@ def train_batch(
     else:
         allreduce_grouped(grads)
 
-    # Equal parameters and equal gradients: every device takes the same step, and no parameter ever
-    # has to be sent again. The gradients return to zero, because backward adds to what is there;
-    # a device without samples in the next batch must add nothing.
+    # All devices have equal parameters and equal gradients. So they make the same update, and no
+    # parameter has to be sent. Then the gradients are set to zero, because backward adds to them,
+    # and because a device without samples in the next batch must contribute zero.
     with torch.no_grad():
         for params in device_params:
             for p in params:
@@ -122,7 +126,7 @@ def train_batch(
 def count_correct(
     x: Tensor, y: Tensor, device_params: list[list[Tensor]], devices: list[torch.device]
 ) -> int:
-    """Right answers in a batch: counts, unlike means, can be added over devices as they are."""
+    """Return the number of correct predictions in a batch, summed over devices."""
     parts = split_batch(x, y, devices)
     return sum(
         int((lenet(part_x, params).argmax(1) == part_y).sum())
@@ -140,9 +144,9 @@ def train(
     seed: int = 0,
     naive: bool = False,
 ) -> tuple[list[Tensor], list[Epoch]]:
-    """Train LeNet; returns the parameters of the first device and what each epoch gave."""
-    # `batch_size` counts samples over all devices. So the learning rate needs no change when the
-    # number of devices does, and runs with 1, 2 or 4 devices can be compared number by number.
+    """Train LeNet. Return the parameters of the first device and the results of each epoch."""
+    # `batch_size` counts samples over all devices. So the learning rate does not depend on the
+    # number of devices, and the losses of runs with 1, 2 or 4 devices can be compared.
     devices = get_devices(num_devices)
     print(f"{images.source}; devices: {', '.join(map(str, devices))}; dtype: {dtype}")
     if len(set(devices)) < num_devices:
@@ -161,8 +165,9 @@ def train(
         for rows in batches(len(x), batch_size, rng):
             loss = train_batch(x[rows], y[rows], device_params, devices, lr, naive)
             loss_sum += loss * len(rows)
-        # Only here is a loss read by the host: reading it in each step would make the host wait for
-        # the devices. This also makes the time include all the work that was queued.
+        # The host reads the loss only once per epoch, because reading it in each step would make
+        # the host wait for the devices. After this read, all queued work is done, so the measured
+        # time includes it.
         mean_loss = loss_sum.item() / len(x)
         seconds = time.perf_counter() - start
         correct = sum(

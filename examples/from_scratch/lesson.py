@@ -1,7 +1,7 @@
-"""What both lessons share and neither is about: flags, images and the first parameters.
+"""Flags, images and initial parameters, which both lessons share.
 
-Everything here is numpy, so that PyTorch and MXNet start from the same numbers and see the same
-batches in the same order. That is what lets a test hold one against the other.
+Everything here is numpy, so that PyTorch and MXNet start from the same numbers and get the same
+batches in the same order. Therefore a test can compare the results of both.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SIDE = 28  # pixels; unpadded 5×5 convolutions and 2×2 pooling take it 28 → 24 → 12 → 8 → 4
+SIDE = 28  # pixels; unpadded 5×5 convolutions and 2×2 pooling reduce it: 28 → 24 → 12 → 8 → 4
 CLASSES = 10
 
 
@@ -24,13 +24,13 @@ class Images(NamedTuple):
     train_y: NDArray[np.int64]
     test_x: NDArray[np.float32]
     test_y: NDArray[np.int64]
-    source: str  # said at the start of a run
+    source: str  # printed at the start of a run
 
 
 class Epoch(NamedTuple):
-    loss: float  # mean over the samples of the epoch, while the parameters still move
-    accuracy: float  # share of the test set, after the epoch
-    seconds: float  # training only
+    loss: float  # mean over the samples of the epoch, each with the parameters of its step
+    accuracy: float  # correct fraction of the test set, after the epoch
+    seconds: float  # training time, without the evaluation
 
     def line(self, epoch: int) -> str:
         return (
@@ -40,7 +40,11 @@ class Epoch(NamedTuple):
 
 
 def first_params(seed: int) -> list[NDArray[np.float64]]:
-    """LeNet's weights and biases, alternating. Variance 2 / fan-in keeps ReLU's signal alive."""
+    """Return the initial weight and bias of each layer of LeNet, in the order of the layers.
+
+    Weights have variance 2 / fan-in, so that activations have a similar variance in all ReLU
+    layers.
+    """
     rng = np.random.default_rng(seed)
     params: list[NDArray[np.float64]] = []
     for shape in ((20, 1, 5, 5), (50, 20, 5, 5), (128, 50 * 4 * 4), (CLASSES, 128)):
@@ -51,14 +55,17 @@ def first_params(seed: int) -> list[NDArray[np.float64]]:
 
 
 def batches(samples: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """The indices of each batch of one epoch, shuffled; the last batch may be short."""
+    """Yield the shuffled indices of each batch of one epoch. The last batch may be short."""
     order = rng.permutation(samples)
     for start in range(0, samples, batch_size):
         yield order[start : start + batch_size]
 
 
 def load_images(directory: Path | None = None) -> Images:
-    """Fashion-MNIST (or MNIST) from a directory of IDX files, else digits, else made-up images."""
+    """Return Fashion-MNIST or MNIST from a directory of IDX files.
+
+    Without a directory, return scikit-learn's digits, or made-up images without scikit-learn.
+    """
     if directory is not None:
         parts = [
             _read_idx(directory, f"{part}-{kind}")
@@ -88,15 +95,17 @@ def load_images(directory: Path | None = None) -> Images:
 
 def flags(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--devices", type=_count, default=2, help="replicas (default 2)")
+    parser.add_argument("--devices", type=_count, default=2, help="number of replicas (default 2)")
     parser.add_argument(
         "--batch", type=_count, default=64, help="samples per step, over all devices (default 64)"
     )
     parser.add_argument("--lr", type=_rate, default=0.1, help="learning rate (default 0.1)")
-    parser.add_argument("--epochs", type=_count, default=5, help="(default 5)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="Fashion-MNIST's four IDX files")
+    parser.add_argument("--epochs", type=_count, default=5, help="number of epochs (default 5)")
     parser.add_argument(
-        "--naive", action="store_true", help="all-reduce gradients one by one, not in one go"
+        "--data", type=Path, metavar="DIR", help="directory with Fashion-MNIST's four IDX files"
+    )
+    parser.add_argument(
+        "--naive", action="store_true", help="one all-reduce per gradient instead of one for all"
     )
     args = parser.parse_args()
     try:
@@ -109,19 +118,23 @@ def flags(description: str) -> argparse.Namespace:
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not possible: give 1 or more")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
 def _rate(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{value} is not possible: give a number above 0")
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {value}")
     return value
 
 
 def _read_idx(directory: Path, name: str) -> NDArray[np.uint8]:
-    """An IDX file of bytes: two zeros, type 8, the number of dims, each dim big-endian, data."""
+    """Return the array in an IDX file of bytes.
+
+    The file has two zero bytes, the type (8), the number of dims, each dim as a big-endian uint32,
+    and then the data.
+    """
     found = [path for path in (directory / name, directory / f"{name}.gz") if path.is_file()]
     if not found:
         raise ValueError(f"{directory} has no {name} (nor {name}.gz)")
@@ -143,7 +156,7 @@ def _read_idx(directory: Path, name: str) -> NDArray[np.uint8]:
 
 
 def _made_up() -> tuple[NDArray[Any], ...]:
-    """Ten coarse patterns under noise as strong as themselves: easy to learn, not trivial."""
+    """Return images of ten coarse patterns with added noise of the same variance."""
     rng = np.random.default_rng(0)
     patterns = np.kron(rng.standard_normal((CLASSES, 7, 7)), np.ones((1, 4, 4)))
     y = rng.integers(CLASSES, size=1800)
@@ -152,7 +165,7 @@ def _made_up() -> tuple[NDArray[Any], ...]:
 
 
 def _standardised(parts: Sequence[NDArray[Any]], source: str) -> Images:
-    """Mean and variance come from the train set alone: the test set must stay unseen."""
+    """Scale images to mean 0 and variance 1 over the training set, which sets the scale alone."""
     train_x, train_y, test_x, test_y = parts
     mean, std = float(train_x.mean()), float(train_x.std()) or 1.0
     x = [((part - mean) / std).astype(np.float32)[:, np.newaxis] for part in (train_x, test_x)]

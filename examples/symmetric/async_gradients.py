@@ -1,12 +1,12 @@
-"""Asynchronous aggregation: ranks add gradients at any time, owners step at any time.
+"""Asynchronous aggregation: ranks add gradients, and owners update weights, at any time.
 
     tutti run -n 2 --device cpu examples/symmetric/async_gradients.py
 
-Each rank owns some rows of a weight matrix. Gradients are added to a DistributedTensor that is not
-reset: an owner applies the difference to the sum that it read last, so no addition is lost between
-a read and a reset. New rows are published in a ParameterCache. There is no barrier: a slow rank
-delays the others only when they are SLACK steps ahead of it, because gradients of much older
-weights would slow convergence.
+Each rank owns some rows of a weight matrix. Ranks add gradients to a DistributedTensor, whose sums
+are never reset to 0. To update its rows, an owner reads the sum and applies the difference from the
+sum that it read before. With a reset, an addition between the read and the reset would be lost. New
+rows are published in a ParameterCache. There is no barrier: a rank waits only if it is SLACK steps
+ahead of another rank, because gradients of much older weights would slow convergence.
 """
 
 import time
@@ -36,7 +36,7 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
         last_sum = torch.zeros_like(local)
 
         def apply_new(local: torch.Tensor, last_sum: torch.Tensor) -> None:
-            """One step of the rows that this rank owns, with all gradients since the last step."""
+            """Update the rows of this rank with all gradients since its last update."""
             now = summed.local.clone()
             local -= RATE * (now - last_sum)
             last_sum.copy_(now)
@@ -56,7 +56,7 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
             if world.rank == 1 and step % 100 == 0:
                 time.sleep(0.002)  # a slow rank
         counted = 0
-        while counted < STEPS * world.size:  # keep stepping for slower ranks
+        while counted < STEPS * world.size:  # keep updating: slower ranks still add gradients
             counted = contributions.load(0, at=0)
             apply_new(local, last_sum)
         heap.barrier()

@@ -1,8 +1,9 @@
-"""Gradients in symmetric memory: backward writes them there, one all-reduce averages them.
+"""Gradients in symmetric memory: backward writes the gradients, and one all-reduce averages them.
 
     tutti run -n 2 --device cpu examples/symmetric/gradient_sync.py
 
-For a small model this is the fastest way: no buckets, no copies, one collective of microseconds.
+This is the fastest way for a small model: there are no buckets and no copies, and the only
+collective takes microseconds.
 """
 
 import time

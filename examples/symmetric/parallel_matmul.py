@@ -19,7 +19,7 @@ BATCH, WIDTH, HIDDEN, REPEATS = 32, 240, 960, 20
 
 
 def seconds_of(work: object) -> float:
-    """The median of a few runs."""
+    """Return the median time of REPEATS calls in seconds."""
     assert callable(work)
     times = []
     for _ in range(REPEATS):
@@ -47,7 +47,8 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
     partial = heap.empty((BATCH, WIDTH), dtype=torch.float64)
 
     def column_parallel() -> torch.Tensor:
-        torch.mm(a_columns.T, x.T, out=columns.local)  # transposed, so that ranks stack up as rows
+        # The product is transposed, because all_gather concatenates the ranks' results along rows.
+        torch.mm(a_columns.T, x.T, out=columns.local)
         return symmetric.all_gather(columns).T
 
     def row_parallel() -> torch.Tensor:

@@ -2,11 +2,11 @@
 
     tutti run -n 3 --device cpu examples/symmetric/parameter_server.py
 
-Rank 0 holds the dense weights of a model. Workers send gradients through rings; rank 0 takes a step
-for each gradient and publishes the new weights in a ParameterCache, where a lookup never waits and
-never returns a mixture of two versions. The large part, a table of embeddings, is sharded over all
-ranks: workers gather the rows that a batch needs, and add gradients to these rows, without the help
-of the rows' owners.
+Rank 0 holds the dense weights of a model. The other ranks, the workers, send gradients to rank 0
+through ring buffers. Rank 0 updates the weights for each gradient and publishes the new weights in
+a ParameterCache, where a lookup never waits and never returns a mixture of two versions. The table
+of embeddings, which is the large part of the model, is sharded over all ranks. Workers gather the
+rows that a batch needs, and add gradients to these rows, while the owners of the rows do nothing.
 """
 
 import torch
@@ -24,7 +24,7 @@ ROWS, WIDTH, STEPS, BATCH = 1000, 8, 400, 32
 
 
 def train(number: int) -> float:
-    """A worker: learns which half of the ids a batch was drawn from; returns its last loss."""
+    """Train as a worker: predict for each id whether it is in the first half. Return the loss."""
     generator = torch.Generator().manual_seed(number)
     average = 1.0
     for _ in range(STEPS):
@@ -43,7 +43,7 @@ def train(number: int) -> float:
 
 
 def serve() -> int:
-    """The server: applies gradients in the order of arrival; returns their number."""
+    """Apply gradients in the order of arrival, as the server. Return the number of gradients."""
     weights = torch.ones(WIDTH)
     weights_of_server.publish(0, weights)
     working = set(gradients)

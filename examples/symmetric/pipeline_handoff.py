@@ -1,9 +1,9 @@
-"""A pipeline whose stages write activations straight into the next stage's memory.
+"""A pipeline whose stages write activations directly into the memory of the next stage.
 
     tutti run -n 2 --device cpu examples/symmetric/pipeline_handoff.py
 
-Rank r holds stage r. A matrix product writes its result into a free slot of a ring (`out=slot`),
-and the next stage reads it there, without a copy. Gradients are sent back in the same way.
+Rank r holds stage r. A matrix product writes its result into a free slot of a ring buffer, and the
+next stage reads the slot, without a copy. Gradients are sent back in the same way.
 """
 
 import time
@@ -37,7 +37,7 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
     inputs: list[torch.Tensor] = []
 
     def run_backward(error: torch.Tensor) -> None:
-        """The gradient of this stage's weights, and of its input, for the oldest microbatch."""
+        """Compute the gradients of the weights and of the input, for the oldest microbatch."""
         gradient.addmm_(inputs.pop(0).T, error)
         if rank > 0:
             with backward[rank - 1].reserve() as free:
@@ -45,7 +45,7 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
 
     start = time.perf_counter()
     for number in range(MICROBATCHES):
-        # As many microbatches are in flight as there are stages after this one (1F1B).
+        # The number of microbatches in flight is at most the number of later stages + 1 (1F1B).
         if rank < last and len(inputs) > last - rank:
             with backward[rank].next() as error:
                 run_backward(error)
