@@ -22,21 +22,22 @@ class Run:
         tutti run -n 4 train.py --lr 0.1
         tutti run -n 4 -m package.module --lr 0.1
 
-    All arguments after the script or module are passed to it. An executable file can be started in
-    the same way as a script. Ranks have no standard input.
+    All arguments after the script or module are passed to it. SCRIPT can also be an executable
+    file. Ranks have no standard input.
     """
 
     USAGE_END = "SCRIPT [arguments of the script]"
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Number of ranks to start on this host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks. auto selects CUDA if a GPU is visible; cpu hides the GPUs."""
+    """Device of the ranks. `auto` selects CUDA if a GPU is visible. `cpu` hides the GPUs from the
+    ranks."""
     ranks_per_gpu: int = 1
-    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. With a
-    number above 1, tutti starts its own server of NVIDIA MPS (Multi-Process Service)."""
+    """Maximum number of ranks that share one GPU, to develop multi-GPU code on one GPU. If this is
+    above 1, tutti starts a private NVIDIA MPS (Multi-Process Service) server."""
     show: Literal["all", "first"] = "all"
-    """Output to print. all prints the output of every rank, with the rank number before each line.
-    first prints the unchanged output of rank 0."""
+    """Output to print. `all` prints the output of every rank, with the rank number before each
+    line. `first` prints only the output of rank 0, without changes."""
     log_dir: OutputFolder | None = None
     """Directory for one log file per rank (default: no log files)."""
     start_timeout: float = START_TIMEOUT
@@ -44,11 +45,11 @@ class Run:
     timeout: float = TIMEOUT
     """Seconds after which a collective fails."""
     grace: float = 5.0
-    """Seconds between Ctrl-C or SIGTERM and the killing of ranks that still run."""
+    """Seconds after Ctrl-C or SIGTERM until ranks that still run are killed."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return the exit code of the first rank that failed."""
+    """Run the command. Return 0 or the exit code of the first rank that failed."""
     flags, command = split_at_command(Run, arguments)
     options = parse(Run, "tutti run", flags)
     return LocalWorld(python_command(command), **vars(options)).run()
@@ -60,9 +61,12 @@ def python_command(command: list[str]) -> list[str]:
     Raise UsageError if the script, module or executable does not exist.
     """
     if not command or command == ["-m"]:
-        raise UsageError("tutti run needs a script or a module: tutti run -n 2 SCRIPT or -m MODULE")
+        raise UsageError(
+            "tutti run needs a script or a module. "
+            "Use tutti run -n 2 SCRIPT or tutti run -n 2 -m MODULE."
+        )
     if command[0] == "-m":
-        # Look up only the top-level package, because for a submodule Python would import the user's
+        # Look up only the top-level package. To look up a submodule, Python would import the user's
         # package in this process.
         top = command[1].partition(".")[0]
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
@@ -71,8 +75,8 @@ def python_command(command: list[str]) -> list[str]:
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":
-        # Do not resolve symbolic links: the python of a virtual environment is a symbolic link, and
-        # it finds the environment by the path of the link.
+        # Do not resolve symbolic links. The interpreter of a virtual environment is a symbolic
+        # link, and Python finds the environment through the path of this link.
         program = str(script.absolute()) if os.access(script, os.X_OK) else shutil.which(command[0])
         if program is not None and not script.is_dir():
             return [program, *command[1:]]

@@ -1,7 +1,7 @@
-"""Start and supervise a world of local ranks: `tutti run`, and `--ranks N` of other commands.
+"""Start and supervise local ranks, for `tutti run` and for `--ranks N` of other commands.
 
-LocalWorld checks the request and prepares the environment of each rank. Supervisor starts the
-processes, forwards their output and signals, and stops all ranks when one fails. RankOutput and
+LocalWorld checks the settings and prepares each rank's environment variables. Supervisor starts the
+rank processes, forwards signals to them, and stops all ranks when one rank fails. RankOutput and
 Stream copy each rank's output to the terminal and to log files.
 """
 
@@ -31,8 +31,8 @@ from tutti.world.gpu_sharing import mps_daemon, shared_gpu_variables
 from tutti.world.launchers import free_port, without_launcher_variables
 from tutti.world.placement import refuse_more_ranks_than_gpus
 
-# The least memory that a rank can have. A larger number of ranks than fits into the memory is
-# refused. An idle Python interpreter needs about 10 MB, and a rank with torch over 100 MB.
+# The minimum memory of one rank, which limits --ranks. An idle Python interpreter needs about
+# 10 MB, and a rank that imports torch needs over 100 MB.
 _BYTES_PER_RANK = 16 << 20
 # File descriptors per rank: a pidfd, both ends of two pipes, and a log file.
 _FILES_PER_RANK = 6
@@ -41,7 +41,7 @@ _OWN_FILES = 64  # file descriptors for everything else in this process
 
 @dataclass(frozen=True)
 class LocalWorld:
-    """A command to run as local ranks. The flags of `tutti run` explain the fields."""
+    """A command to run as local ranks. The help of `tutti run` explains the fields."""
 
     command: Sequence[str]
     ranks: int
@@ -53,7 +53,7 @@ class LocalWorld:
     timeout: float = TIMEOUT
     grace: float = 5.0
     reported_codes: Sequence[int] = (2,)
-    """Exit codes that are not crashes: rank 0 prints the reason, and all ranks end normally."""
+    """Exit codes after which rank 0 has printed the reason, and all ranks end without a signal."""
 
     def check(self) -> None:
         """Raise UsageError for settings that cannot work, before any process is started."""
@@ -71,7 +71,7 @@ class LocalWorld:
             refuse_more_ranks_than_gpus(self.ranks, gpus, self.ranks_per_gpu, os.uname().nodename)
         elif self.device == "cuda" or self.ranks_per_gpu > 1:
             flag = "--device cuda" if self.device == "cuda" else "--ranks-per-gpu"
-            raise UsageError(f"{flag} needs a GPU, but no GPU is visible here. Omit the flag.")
+            raise UsageError(f"{flag} needs a GPU, but no GPU is visible. Omit the flag.")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended. Return 0 or the exit code of the first failed rank."""
@@ -99,9 +99,10 @@ class LocalWorld:
         """Return each rank's environment, with torchrun's and tutti's variables."""
         cores = min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
         common = {
-            # By default every rank would start a thread per core of the machine.
+            # Without this variable, every rank would start one thread per core of the machine.
             "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),
-            # Ranks write to pipes. Without this variable Python would buffer output for minutes.
+            # Ranks write to pipes. Without this variable, Python would buffer their output, and
+            # the terminal could show it minutes later.
             "PYTHONUNBUFFERED": "1",
             **shared,
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks)),
@@ -128,7 +129,7 @@ class LocalWorld:
 
 
 def _max_ranks() -> tuple[int, str]:
-    """Return the largest number of ranks that this machine can run, and the reason."""
+    """Return the largest number of ranks that this machine can run, and the limit behind it."""
     limits = read_limits(SysFiles())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if isinstance(limits.cgroup_memory_bytes, int):
@@ -148,15 +149,16 @@ def _report(text: str) -> None:
 
 # -- supervision -----------------------------------------------------------------------------------
 
-# After the first failure, the other ranks have this long to end by themselves and write their own
-# reports. Then SIGTERM is sent.
+# Time between the first failure of a rank and SIGTERM to the other ranks. In this time, the other
+# ranks can write their failure reports and end.
 _SETTLE_SECONDS = 0.5
-# The same limit after an exit code in `reported_codes`. It is longer, because then all ranks end by
-# themselves.
+# Time before SIGTERM if the first rank ended with an exit code in `reported_codes`. This time is
+# longer, because all other ranks are expected to end without a signal.
 _REPORTED_SECONDS = 5.0
 # Time between SIGTERM and SIGKILL after a failure.
 _FAILED_GRACE_SECONDS = 5.0
-# Child processes of ended ranks may keep the output pipes open. The pipes are read for this long.
+# Time to read the output pipes after all ranks have ended. Child processes of the ranks may keep
+# the pipes open for longer.
 _DRAIN_SECONDS = 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
@@ -193,7 +195,7 @@ class _Rank:
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # already ended
             if number in _ENDING or number == signal.SIGKILL:
-                # The process group includes data workers and shells.
+                # The process group includes the rank's child processes: DataLoader workers, shells.
                 os.killpg(self.process.pid, number)
             elif self.code is None:
                 self.process.send_signal(number)
@@ -206,7 +208,7 @@ class _Rank:
         name = f"signal {-self.code}"
         with suppress(ValueError):  # a signal without a name
             name = signal.Signals(-self.code).name
-        hint = "; the kernel's out-of-memory killer does this, see dmesg" * (name == "SIGKILL")
+        hint = "; the kernel's out-of-memory killer sends SIGKILL, see dmesg" * (name == "SIGKILL")
         return f"was killed by {name} (peak memory {self.peak_bytes / 1e9:.1f} GB{hint})"
 
 
@@ -216,10 +218,10 @@ def _die_with_parent() -> None:
 
 
 class Supervisor:
-    """Starts one command as several ranks and supervises the ranks until the last has ended.
+    """Starts one command as several ranks and supervises the ranks until all have ended.
 
-    One selector loop handles the output of the ranks, the end of each rank (through a pidfd) and
-    signals. So there are no threads, and the supervisor reacts at once when a rank ends.
+    One selector loop in one thread handles the output of the ranks, the end of each rank (through a
+    pidfd) and signals, so the supervisor reacts at once when a rank ends.
     """
 
     def __init__(
@@ -229,10 +231,10 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._first_to_fail: _Rank | None = None
-        self._ended_before: list[int] = []  # ranks that ended with exit code 0 before that rank
-        self._reports: dict[int, dict[str, Any]] = {}  # the reports that failed ranks have written
+        self._ended_before: list[int] = []  # ranks with exit code 0 before the first failure
+        self._reports: dict[int, dict[str, Any]] = {}  # the failure report of each rank with one
         self.stopped_by: signal.Signals | None = None
-        # Signals that are sent to all ranks later: (value of time.monotonic(), signal).
+        # Signals to send to all ranks at a later time: (value of time.monotonic(), signal).
         self._scheduled: list[tuple[float, int]] = []
 
     def run(self) -> None:
@@ -245,9 +247,11 @@ class Supervisor:
         self._selector.register(wake_read, selectors.EVENT_READ)
         # Signals that were ignored when this process started (nohup, background job) stay ignored.
         handled = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
-        # Signals are read from the wake-up pipe. The handler only replaces the default action.
+        # `_serve` reads the signals from the wake-up pipe. The handler does nothing, but it
+        # replaces the signal's default action, which would end this process.
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
-        # A program that calls tutti.spawn may have its own wake-up pipe, as asyncio and Jupyter do.
+        # A program that calls tutti.spawn may have set its own wake-up pipe, as asyncio and Jupyter
+        # do. This pipe is restored below.
         wakeup_before = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             for env in self._environments:
@@ -260,7 +264,7 @@ class Supervisor:
             self._serve()
         finally:
             for rank in self._ranks:
-                rank.signal(signal.SIGKILL)  # also ends child processes of the rank
+                rank.signal(signal.SIGKILL)  # the child processes of ended ranks, too
                 if rank.code is None:
                     rank.reap()
                 os.close(rank.pidfd)
@@ -283,7 +287,7 @@ class Supervisor:
             if drain_until == float("inf") and all(rank.code is not None for rank in self._ranks):
                 drain_until = now + _DRAIN_SECONDS
             if now > drain_until:
-                return  # child processes of ended ranks keep the pipes open and write nothing
+                return  # child processes of ended ranks still keep the pipes open
             wake = min([drain_until, *(when for when, _ in self._scheduled[:1])])
             timeout = None if wake == float("inf") else max(0.0, wake - now)
             for key, _ in self._selector.select(timeout):
@@ -317,7 +321,7 @@ class Supervisor:
         elif self.stopped_by is None:
             self.stopped_by = number
             for stream in self._output.errors.values():
-                # After Ctrl-C, the KeyboardInterrupt tracebacks of the ranks are hidden.
+                # After Ctrl-C, do not print the KeyboardInterrupt tracebacks of the ranks.
                 stream.hide_interrupts = number == signal.SIGINT
             self._stop_all(number, after=0.0, grace=self._world.grace)
         else:
@@ -334,13 +338,13 @@ class Supervisor:
                 rank.signal(number)
 
     def exit_code(self) -> int:
-        """Return 0 or the exit code of the rank that failed first, and print how it failed."""
+        """Print how the first failed rank failed, and return its exit code, or 0 for success."""
         count = len(self._ranks)
         codes = {rank.code for rank in self._ranks}
         if self.stopped_by is not None:
             _report(f"stopped by {self.stopped_by.name}: all {count} ranks have ended")
             common = codes.pop() if len(codes) == 1 else None
-            # If all ranks ended by themselves with the same code, that code is the result.
+            # If no rank was killed by a signal and all exit codes are equal, return this exit code.
             return common if common is not None and common >= 0 else 128 + self.stopped_by
         if self._first_to_fail is None:
             return 0
@@ -348,8 +352,8 @@ class Supervisor:
         failed, summary, details = self._find_failed(self._first_to_fail)
         is_shown = self._output.shows(failed.number)
         if code is not None and code in self._world.reported_codes and codes <= {0, code}:
-            # All ranks found the same mistake, or a check failed. If the output of the rank that
-            # printed the reason is hidden, the message is printed here.
+            # The ranks have printed the reason: a usage error or a failed check. If the output of
+            # the failed rank is hidden, its message is printed here.
             if summary and not is_shown:
                 _report(f"rank {failed.number} on {os.uname().nodename} failed: {summary}")
                 print(details, end="", file=sys.stderr, flush=True)
@@ -364,15 +368,16 @@ class Supervisor:
         if not is_shown:
             print(details, end="", file=sys.stderr, flush=True)
         if failed.code is None or failed.code == 0 or failed.stopped_by_us:
-            # The rank had not ended when it was stopped, but it may have reported its exit code.
+            # The supervisor stopped this rank before it had ended. The rank's failure report may
+            # have the exit code that the rank was about to return.
             return self._reports.get(failed.number, {}).get("code") or 1
         return failed.code if failed.code > 0 else 128 - failed.code
 
     def failure(self) -> tuple[str, str] | None:
-        """Return two texts about the rank that failed first, or None if no rank failed.
+        """Return (text, details) about the rank that failed first, or None if no rank failed.
 
-        The first text says which rank failed, and how. The second text is the traceback or the last
-        lines of output of this rank.
+        `text` says which rank failed and how. `details` is the traceback of this rank, or its last
+        lines of standard error.
         """
         if self._first_to_fail is None:
             return None
@@ -382,22 +387,23 @@ class Supervisor:
             details = last_lines.decode(errors="replace")
         name = f"rank {failed.number} on {os.uname().nodename}"
         text = f"{name} {failed.how_it_ended()}{f': {summary}' if summary else ''}"
-        # A rank that ends early is often the reason why others lose their connection to it.
+        # If a rank ends early, other ranks lose their connection to it and fail. So name the ranks
+        # that ended before the failure.
         if early := [number for number in self._ended_before if number != failed.number]:
             shown = ", ".join(map(str, early[:8])) + " …" * (len(early) > 8)
             text += f" (rank{'s' * (len(early) > 1)} {shown} had ended before, with exit code 0)"
         return text, details
 
     def usage_error(self) -> str | None:
-        """Return the message of a UsageError that ended the ranks, or None."""
+        """Return the message of the UsageError that ended the ranks, or None if none did."""
         if self._first_to_fail is None or self._first_to_fail.code != 2:
             return None
         return self._find_failed(self._first_to_fail)[1] or None
 
     def _print_hidden_traceback(self) -> None:
-        """Print the traceback of a rank whose output is hidden and that wrote no report.
+        """Print the traceback of the first rank that printed one, if its output is hidden.
 
-        A rank writes no report if it fails outside of a world.
+        This is needed for a rank that failed outside of a world, because it wrote no report.
         """
         for rank, stream in sorted(self._output.errors.items()):
             if stream.has_traceback and not self._output.shows(rank):
@@ -409,17 +415,18 @@ class Supervisor:
     def _find_failed(self, first: _Rank) -> tuple[_Rank, str, str]:
         """Return the rank that failed first, with the summary and details of its failure.
 
-        `first` is the rank that ended first, which may not be the rank that failed first: while the
-        interpreter of the failed rank shuts down, another rank may lose its connection and end. The
-        report of such a rank names the failed rank. A rank killed by a signal writes no report.
+        `first` is the rank whose process ended first with an error. Another rank may have failed
+        earlier: while its interpreter shuts down, `first` may lose the connection to it and end.
+        The failure report of `first` then names the other rank. A rank that was killed by a signal
+        writes no report.
         """
         if first.code is not None and first.code < 0:
-            return first, "", ""  # killed before this process sent any signal
+            return first, "", ""  # killed by a signal that the supervisor did not send
         if not self._reports:
             return first, "", ""
         report = self._reports.get(first.number) or next(iter(self._reports.values()))
         failed = report["rank"]
-        # Only the report of the failed rank itself has the details: the traceback.
+        # Only the failed rank's own report has the traceback in "details".
         return self._ranks[failed], report["summary"], self._reports.get(failed, report)["details"]
 
 
@@ -435,7 +442,8 @@ class RankOutput:
 
     def __init__(self, ranks: int, show: str, log_dir: Path | None) -> None:
         self._show, self._ranks = show, ranks
-        # Standard output of a notebook or of a test is no file, so ranks cannot inherit it.
+        # A notebook or a test replaces sys.stdout and sys.stderr by objects that are not files.
+        # Ranks cannot inherit such objects.
         self._inherits = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
         self._logs: list[IO[bytes]] = []
         self.streams: list[Stream] = []  # streams that have not ended yet
@@ -447,7 +455,7 @@ class RankOutput:
                     self._logs.append((log_dir / f"rank{rank}.log").open("wb", buffering=0))
             except OSError as error:
                 raise UsageError(
-                    f"--log-dir {log_dir} cannot be used ({error.strerror}). Name another folder."
+                    f"--log-dir {log_dir} cannot be used ({error.strerror}). Use another directory."
                 ) from None
 
     def shows(self, rank: int) -> bool:
@@ -457,13 +465,13 @@ class RankOutput:
     def targets(self, rank: int) -> tuple[int | None, int | None]:
         """Return file descriptors for a rank's standard output and standard error.
 
-        Return (None, None) if the rank inherits the streams of this process.
+        Return (None, None) if the rank inherits both from this process.
         """
         log = self._logs[rank] if self._logs else None
         shown = self.shows(rank)
         only_one = self._show == "first" or self._ranks == 1
         if log is None and shown and only_one and self._inherits:
-            return None, None  # the rank keeps the terminal, for progress bars and colours
+            return None, None  # the rank writes to the terminal: progress bars and colours work
         prefix = f"[rank {rank}] " if self._show == "all" and self._ranks > 1 else ""
         out = Stream(prefix, sys.stdout if shown else None, log)
         err = Stream(prefix, sys.stderr if shown else None, log)
@@ -479,7 +487,7 @@ class RankOutput:
 
 
 class Stream:
-    """A pipe from a rank. Whole lines are forwarded, so that lines of two ranks do not mix."""
+    """A pipe from a rank. It forwards whole lines, so that lines of two ranks do not mix."""
 
     def __init__(self, prefix: str, shown_on: TextIO | None, log: IO[bytes] | None) -> None:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
@@ -488,12 +496,12 @@ class Stream:
         self.has_traceback = False
         self._prefix, self._shown_on, self._log = prefix.encode(), shown_on, log
         self._rest = b""
-        self._held: list[bytes] = []  # traceback lines after Ctrl-C, which `close` may print
+        self._held: list[bytes] = []  # a traceback after Ctrl-C; `close` may print it
 
     def read(self) -> bool:
         """Read and forward the output that has arrived. Return False at the end of the stream."""
         data = os.read(self.fd, 1 << 16)
-        # A progress bar ends its lines with \r. These lines are also forwarded at once.
+        # Progress bars end their lines with \r instead of \n.
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
         if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
             lines, self._rest = [*lines, self._rest + b"\n"], b""
@@ -508,7 +516,7 @@ class Stream:
             if self._log is not None:
                 self._log.write(line)
         except OSError as error:
-            _report(f"--log-dir: a log file cannot be written: {error.strerror}")
+            _report(f"a log file in --log-dir cannot be written ({error.strerror})")
             self._log = None
         if self.hide_interrupts and (self._held or line.startswith(_TRACEBACK_STARTS)):
             self._held.append(line)
@@ -519,17 +527,17 @@ class Stream:
         if self._shown_on is None:
             return
         try:
-            # Write bytes, because a rank may print characters that the terminal's encoding lacks.
+            # Write bytes, because the terminal's encoding may lack characters that a rank prints.
             if hasattr(self._shown_on, "buffer"):
                 self._shown_on.buffer.write(self._prefix + line)
-            else:  # a notebook's output takes text only
+            else:  # the standard output of a notebook accepts text only
                 self._shown_on.write((self._prefix + line).decode(errors="replace"))
             self._shown_on.flush()
-        except OSError:  # the run continues if the reader (`| head`) ended or the disk is full
+        except OSError:  # a closed pipe (`| head`) or a full disk does not stop the run
             self._shown_on = None
 
     def close(self) -> None:
-        """Close the pipe, and print a held traceback unless it is a KeyboardInterrupt."""
+        """Close the pipe, and print the held traceback unless it is a KeyboardInterrupt."""
         os.close(self.fd)
         if not any(b"KeyboardInterrupt" in line for line in self._held):
             for line in self._held:
