@@ -1,1 +1,1 @@
-"""Memory and time of a layout before it runs, and the search for the best layout."""
+"""Predicts the memory and step time of layouts, and searches for the best layout."""

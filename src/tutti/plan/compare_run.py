@@ -20,9 +20,10 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 def compare_run(
     run: Path, cluster: Cluster | None = None, calibration: Calibration | None = None
 ) -> dict[str, Any]:
-    """Return predicted and measured values of a run, and sentences about the largest differences.
+    """Return predicted and measured values of a run, and sentences that describe the differences.
 
-    `cluster` is the machine of the run. None means the device that the run has recorded.
+    `cluster` describes the machine on which the run was measured. If it is None, the device that
+    summary.json records is used.
     """
     recipe = read_recipe(str(_file(run, "recipe.toml")))
     try:
@@ -32,8 +33,8 @@ def compare_run(
         device = str(summary["world"]["device"])
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"--from {run}: summary.json has no complete training run ({error}): use a run of "
-            "tutti train that has ended"
+            f"--from {run}: summary.json does not describe a complete training run ({error}): use "
+            "the directory of a tutti train run that has ended"
         ) from None
     size = layout.size
     on_cpu = device.startswith("cpu")
@@ -67,7 +68,8 @@ def compare_run(
     rows: list[dict[str, Any]] = []
     rank = max(range(layout.pp), key=lambda each: estimates[each].allocated)
     estimate = estimates[rank]
-    # pp is the outermost axis, so this is the first rank with the pipeline rank `rank`.
+    # `rank` is a pipeline rank, and `number` is its first global rank. pp is the outermost mesh
+    # axis, so each pipeline rank has size / pp consecutive global ranks.
     number = rank * (size // layout.pp)
     recorded: dict[str, Any] = next((row for row in measured["ranks"] if row["rank"] == number), {})
     for part in _PARTS:
@@ -96,7 +98,7 @@ def compare_run(
 
 def _file(run: Path, name: str) -> Path:
     if not (run / name).is_file():
-        raise UsageError(f"--from {run} has no {name}: use the directory of a run of tutti train")
+        raise UsageError(f"--from {run} has no {name}: use the directory of a tutti train run")
     return run / name
 
 
@@ -133,7 +135,7 @@ def _verdicts(
         total = sum(row["measured"] for row in known) or 1
         found.append(
             f"memory: the prediction of {worst['term']} differs most from the measurement, by "
-            f"{difference / 2**20:+.1f} MiB ({100 * difference / total:+.1f} % of the counted "
+            f"{difference / 2**20:+.1f} MiB ({100 * difference / total:+.1f} % of the measured "
             "memory)"
         )
     if seconds is not None:

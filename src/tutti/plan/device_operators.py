@@ -1,9 +1,9 @@
-"""Runs a model on meta tensors with the operators that a GPU or a CPU would choose.
+"""Runs a model on meta tensors with the operators that torch would choose on a GPU or a CPU.
 
 Meta tensors have a shape and a dtype but no memory, so a model of any size can run on any machine.
-For a few functions, torch chooses an operator by the device: attention kernels, fused norms,
-dropout, and the dtypes of autocast. For a meta tensor, torch would choose the slow fallback of the
-function. `DeviceOperators` calls the operator of the planned device instead.
+In a few cases, the operators that torch runs depend on the device: attention kernels, fused norms,
+dropout, and the casts of autocast. For meta tensors, torch would choose unfused fallback operators.
+`DeviceOperators` calls the operators of the planned device (a GPU or a CPU) instead.
 """
 
 import warnings
@@ -21,8 +21,8 @@ DeviceKind = Literal["cuda", "cpu"]
 _aten = torch.ops.aten
 _MAX_HEAD_DIM = 256  # flash attention supports no larger head dim
 
-# The functions that autocast on CUDA computes in its 16-bit dtype (_NARROW) and in float32 (_WIDE).
-# The lists are needed, because torch's autocast does not convert meta tensors.
+# CUDA autocast computes the functions in _NARROW in its 16-bit dtype and the functions in _WIDE in
+# float32. The lists are needed, because torch's autocast does not convert meta tensors.
 _NARROW = {
     F.linear,
     F.conv1d,
@@ -89,7 +89,7 @@ _WIDE = {
 
 
 class DeviceOperators(TorchFunctionMode):
-    """Context in which functions of meta tensors call the operators of the planned device."""
+    """Context manager: functions on meta tensors call the operators of the planned device."""
 
     def __init__(self, device: DeviceKind, autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -101,7 +101,8 @@ class DeviceOperators(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._autocast is not None:
-            # Autocast on the CPU computes norms, softmax and losses in the dtype of their inputs.
+            # Only CUDA autocast computes norms, softmax and losses in float32. CPU autocast
+            # computes them in the dtype of their inputs.
             dtype = torch.float32 if func in _WIDE and self._cuda else None
             dtype = self._autocast if func in _NARROW else dtype
             if dtype is not None:
@@ -131,7 +132,7 @@ class DeviceOperators(TorchFunctionMode):
         sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
         small = max(query.shape[-1], value.shape[-1]) <= _MAX_HEAD_DIM
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # torch converts a mask of booleans to a mask of 0 and -inf in the dtype of the query.
+            # torch converts a boolean mask to a mask of 0 and -inf in the dtype of the query.
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         if not self._cuda and dropout_p == 0.0 and query.dim() == 4:
             result = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -169,26 +170,27 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    # torch's fused kernel for CUDA needs weights in the dtype of the inputs.
+    # torch's fused CUDA kernel needs a weight in the dtype of the input. Otherwise torch uses the
+    # unfused operators.
     if weight is not None and weight.dtype != input.dtype:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about the fused kernel that is not used
+            warnings.simplefilter("ignore", UserWarning)  # about the unused fused kernel
             return torch.rms_norm(input, normalized_shape, weight, eps)
     output: Tensor = FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return output
 
 
 class FusedRmsNorm(torch.autograd.Function):
-    """Has the memory traffic of torch's fused RMS norm, and keeps the same tensors for backward.
+    """A stand-in for torch's fused RMS norm with the same memory traffic and saved tensors.
 
-    The kept tensors are the input and one number per row.
+    The tensors saved for backward are the input, the weight and one float32 number per row.
     """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
         rows = input.new_empty(input.shape[:-dims] + (1,) * dims, dtype=torch.float32)
         ctx.save_for_backward(input, weight, rows)
-        return input * 1.0  # reads the input and writes the output, as the kernel does
+        return input * 1.0  # reads the input and writes the output, as the fused kernel does
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -205,13 +207,13 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def workspace_bytes(operator: str, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> int:
-    """Return the bytes that a CUDA operator allocates while it runs, besides its outputs."""
+    """Return the bytes of temporary memory that a CUDA operator allocates, without its outputs."""
     if operator in ("convolution", "convolution_backward"):
         return _convolution_workspace(operator, args, outputs)
     if operator == "_scaled_dot_product_flash_attention_backward":
-        # The workspace has float32 sums of the query's gradient and one float32 per row. If several
-        # query heads share a key head, it also has the gradients of keys and values for every query
-        # head.
+        # The workspace contains the query's gradient in float32 and one float32 per row. If several
+        # query heads share a key head, the workspace also contains the gradients of keys and values
+        # for every query head.
         query, key = args[1], args[2]
         batch, heads, length, size = query.shape
         rows = batch * heads * -(-length // 128) * 128
@@ -232,10 +234,11 @@ _CONVOLUTION_WORKSPACE = {torch.bfloat16: 2.1, torch.float16: 2.1, torch.float32
 
 
 def _convolution_workspace(operator: str, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> int:
-    """Return the workspace of cuDNN's kernels.
+    """Return the workspace bytes of a cuDNN convolution.
 
-    cuDNN chooses kernels by measurement. Its fast kernels compute in the layout NHWC, and copy
-    tensors in the layout NCHW into the workspace. Depthwise convolutions have no workspace.
+    cuDNN chooses kernels by measurement. Its fast kernels compute in the memory format NHWC, so
+    they copy NCHW tensors into the workspace. Tensors that are already NHWC need no workspace, and
+    grouped or depthwise convolutions use none.
     """
     backward = operator == "convolution_backward"
     first, groups = args[0], args[9] if backward else args[8]

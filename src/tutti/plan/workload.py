@@ -1,8 +1,8 @@
 """Workload: the operators, parameters and kept activations of one microbatch on one rank.
 
-A workload is made by model_trace.py, which runs the model on meta tensors. memory_estimate.py and
-step_simulation.py only read the workload, so one trace serves thousands of layouts. This file does
-not import torch.
+model_trace.py makes a workload by running the model on meta tensors. memory_estimate.py and
+step_simulation.py only read the workload, so one trace is enough for thousands of layouts. This
+file does not import torch.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ def block_bytes(size: int) -> int:
     """Return the bytes that torch's CUDA allocator counts for a tensor of `size` bytes.
 
     The allocator rounds sizes up to multiples of 512 bytes. A tensor of 10 MiB or more gets a
-    segment whose size is a multiple of 2 MiB. If at most 1 MiB of the segment is left over, the
-    tensor's block includes the rest.
+    segment whose size is a multiple of 2 MiB. If at most 1 MiB of the segment would remain free,
+    the allocator does not split the segment, and the tensor's block is the whole segment.
     """
     rounded = -(-size // 512) * 512
     if rounded < 10 * _MIB:
@@ -40,28 +40,28 @@ class Operation:
     reduce_scatter)."""
     kind: OperationKind
     dtype: str
-    """bf16, fp16, float32 or float64: the dtype in which the operator computes."""
+    """The dtype in which the operator computes: bf16, fp16, float32 or float64."""
     flops: float
     bytes: float
-    """Bytes read and written. Collectives: the message size as nccl-tests counts it."""
+    """Bytes read and written. For a collective: the message size as nccl-tests counts it."""
     shape: tuple[int, ...] = ()
     """matmul: (batch, m, n, k). attention: (batch, heads, query length, key length, head dim)."""
     axis: str = ""
-    """The mesh axis of a collective, such as tp."""
+    """The mesh axis of a collective, such as `tp`, or empty."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: the part that a tp rank holds, before FSDP2 shards it."""
+    """The part of one parameter that a tp rank holds, before FSDP2 shards it."""
 
     name: str
     elements: int
     element_bytes: int
     trained: bool
     first_dim: int = 1
-    """The size of the dim along which FSDP2 shards the parameter."""
+    """The size of the first dim, along which FSDP2 shards the parameter."""
     sharing: str = ""
-    """The name of the first parameter with the same memory (a tied weight), or empty."""
+    """The first parameter that uses the same memory, if this is a tied weight. Otherwise empty."""
 
     @property
     def bytes(self) -> int:
@@ -81,30 +81,30 @@ class ActivationMemory:
     forward_peak: int
     """The largest number of bytes during forward."""
     backward_peaks: tuple[tuple[int, int], ...]
-    """The moments of backward that may be the peak, as pairs (bytes of activations and temporary
-    results, bytes of complete gradients of this unit's parameters). A moment is left out if another
-    moment has at least as many bytes in both numbers."""
+    """The points in time in the unit's backward at which memory may be largest. Each point is a
+    pair (bytes of activations and temporary results, bytes of this unit's complete parameter
+    gradients). A point is left out if another point is at least as large in both numbers."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A block or another layer: stages are cut between units, and FSDP2 gathers whole units."""
+    """A block or another layer. Stages are cut between units, and FSDP2 gathers whole units."""
 
     name: str
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     recomputed: Mapping[Recompute, tuple[Operation, ...]]
-    """The additional operators in backward, for each recomputation mode."""
+    """The operators that each recomputation mode adds to backward."""
     parameters: tuple[Parameter, ...]
-    """The parameters in the order of their registration."""
+    """The parameters, in registration order."""
     memory: Mapping[Recompute, ActivationMemory]
     """The activations of one microbatch, for each recomputation mode."""
     output_bytes: int
-    """Bytes of the activation that the next unit gets, or for the last unit of the outputs."""
+    """Bytes of the activation that the next unit receives. Last unit: bytes of the outputs."""
     is_block: bool = False
-    """Whether the unit is a repeated block, which FSDP2 gathers and recomputation repeats."""
+    """Whether the unit is a repeated block. FSDP2 and recomputation wrap each block separately."""
     buffer_bytes: int = 0
-    """Bytes of buffers of the modules, such as the running statistics of batch norms."""
+    """Bytes of module buffers, such as the running statistics of batch norms."""
 
     @property
     def activations(self) -> dict[Recompute, int]:
@@ -124,11 +124,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Workload:
-    """One microbatch of one replica, as each of its tp ranks computes it."""
+    """The work of one tp rank for one microbatch."""
 
     units: tuple[Unit, ...]
     microbatch: int
-    """Samples of the microbatch."""
+    """The number of samples in the microbatch."""
     tp: int
     precision: str
     """The value of --precision: float32, bf16, fp16, float64 or model."""
@@ -137,11 +137,11 @@ class Workload:
     input_bytes: int = 0
     """Bytes of the inputs and targets of the microbatch."""
     model_flops: float = 0.0
-    """FLOPs of forward and backward of the microbatch on one device, without recomputation."""
+    """FLOPs of forward and backward without recomputation, summed over the tp ranks."""
     sharded: bool = False
     """Whether FSDP2 gathers the parameters of blocks in the dtype of autocast."""
     shared_buffer_bytes: int = 0
-    """Bytes of buffers that belong to no unit: every pipeline stage has them."""
+    """Bytes of buffers that belong to no unit. Every pipeline stage holds a copy of them."""
     uncuttable: str = ""
     """Why the model cannot be cut into pipeline stages, or empty."""
     modes: tuple[Recompute, ...] = ("none",)
