@@ -1,4 +1,4 @@
-"""Collectives, groups of collectives, and the choice of path by size.
+"""Collectives, blocks of collectives (`group`), and the choice of a transfer path (`explain`).
 
     from tutti import comm
 
@@ -59,7 +59,7 @@ _COLLECTIVES = (
     "send",
 )
 _ERRORS = ("CollectiveError", "CollectiveMismatch", "CollectiveTimeout")
-_MODULES = {  # the module of each name
+_MODULES = {  # the module that defines each public name
     **dict.fromkeys(_COLLECTIVES, "tutti.comm.collectives"),
     **dict.fromkeys(("BlockAbandoned", "Summary", "group"), "tutti.comm.grouping"),
     **dict.fromkeys((*_ERRORS, "Handle", "Tag", "parse_tag"), "tutti.comm.operation"),

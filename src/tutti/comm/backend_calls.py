@@ -76,11 +76,12 @@ class WireReduction:
     def __init__(self, dtype: torch.dtype, op: str, backend: str) -> None:
         _check_reduction(dtype, op)
         self.dtype = dtype
-        # NCCL has no bitwise reductions.
+        # NCCL has no bitwise reductions, so each bit is sent as one byte.
         self.by_bits = op in _ON_BITS and backend == "nccl"
         # gloo and NCCL cannot reduce int16, so int16 is sent as int32.
         self.widens = dtype == torch.int16 and backend != "shm" and not self.by_bits
-        # Not every version of gloo has a mean. NCCL and shm divide while they reduce.
+        # NCCL and shm have a mean, but not every version of gloo has one. On gloo, `finish` divides
+        # the sum.
         self.divides = op == "mean" and backend not in ("nccl", "shm")
         if self.divides:
             op = "sum"
@@ -104,7 +105,7 @@ class WireReduction:
     def finish(self, wire: torch.Tensor, result: torch.Tensor, ranks: int) -> Finish | None:
         """Return a function that converts the reduced wire form to `result`.
 
-        Return None if the reduced wire form already is the result.
+        Return None if no conversion is necessary.
         """
         must_copy = wire.data_ptr() != result.data_ptr()
         if not must_copy and not self.divides:
@@ -136,9 +137,9 @@ def _check_reduction(dtype: torch.dtype, op: str) -> None:
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r} is not a reduction: {did_you_mean(op, REDUCTIONS)}")
     if op in _ON_BITS and has_fractions:
-        raise UsageError(f"op={op!r} is not defined for {name}. View the tensor as integers.")
+        raise UsageError(f"op={op!r} is not defined for {name}. Use an integer dtype.")
     if op == "mean" and not has_fractions:
-        raise UsageError(f"op='mean' of {name} would truncate. Use sum, or cast to float32.")
+        raise UsageError(f"op='mean' of {name} would truncate. Use op='sum', or cast to float32.")
     if dtype.is_complex and op not in ("sum", "mean"):
         raise UsageError(f"op={op!r} is not defined for {name}. Use sum or mean.")
     if not dtype.is_complex and dtype not in {*_SUPPORTED, torch.bool, torch.int16}:
@@ -171,16 +172,16 @@ _ALL_GATHER = "all_gather_single" if _new_names else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _new_names else "_reduce_scatter_base"
 _ALL_TO_ALL = "all_to_all_single" if _new_names else "alltoall_base"
 
-# Backends never change options, so all calls with the same key share one options object.
+# Backends do not modify options objects, so all calls with the same key share one object.
 _options_cache: dict[tuple[str, bool, str, int], Any] = {}
 
 
 def issue(call: "Operation", asynchronous: bool) -> Any:
     """Pass the operation to torch and return its Work, or None if the operation is complete.
 
-    No other function starts operations on torch's process groups. This function calls the methods
-    of the process group, because the functions of torch.distributed expect ranks of the world
-    instead of the group, and add several microseconds per call.
+    All operations of tutti.comm on torch's process groups start here. This function calls methods
+    of the process group instead of functions of torch.distributed, because these functions expect
+    ranks of the world instead of ranks of the group and add several microseconds per call.
     """
     kind, group = call.kind, call.comm_group.process_group
     if kind == "send":

@@ -1,9 +1,8 @@
-"""Errors of collectives, which name the late ranks and their source lines. Also: debug mode.
+"""Collective errors that name the late ranks and their source lines, and debug mode.
 
-The error of a backend does not name the operation or the line that called the operation. An error
-of gloo does not even name the missing rank. `collective_error` adds this information from the
-ledgers of the ranks on this host. comm.debug(True) compares the calls of all ranks before anything
-is sent.
+A backend's error does not name the operation or its call site, and gloo's error does not name the
+missing rank. `collective_error` adds this information from the ledgers of the ranks on this host.
+In debug mode (comm.debug(True)), the ranks compare their calls before data is sent.
 """
 
 import itertools
@@ -25,7 +24,8 @@ from tutti.world.errors import RanksDiffer
 from tutti.world.exchange import name_ranks
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
-# Errors of the shm backend already name late ranks and different calls.
+# Errors of the shm backend already name late ranks and mismatched calls. These patterns recognize
+# such errors.
 _DIFFERENCE = re.compile(r"differs between ranks: rank \d")
 _NAMES_RANKS = re.compile(r"waiting for rank \d")
 
@@ -52,7 +52,7 @@ def collective_error(
 
 
 def _other_ranks(call: Operation) -> str:
-    """Return a description of what the other ranks do. Missing ranks come first."""
+    """Return the state of each other rank as text. Ranks that have not arrived come first."""
     comm_group = call.comm_group
     peers = [rank for rank in range(comm_group.size) if rank != comm_group.rank]
     if call.is_p2p and call.root >= 0:
@@ -73,7 +73,7 @@ def _other_ranks(call: Operation) -> str:
 
 
 def _missing(call: Operation, rank: int) -> str | None:
-    """Return why a rank is missing from the operation, or None if the rank has arrived."""
+    """Return why a rank has not arrived in the operation, or None if the rank has arrived."""
     comm_group = call.comm_group
     process = _process_of(comm_group, rank)
     if isinstance(process, str):
@@ -86,7 +86,7 @@ def _missing(call: Operation, rank: int) -> str | None:
         return f"has not arrived ({_state(process, comm_group)})"
     for other in collectives:
         if other.sequence == call.sequence and other.operation != call.kind:
-            return f"called {other} at {other.where} instead (comm.debug(True) shows differences)"
+            return f"called {other} at {other.where} instead (use comm.debug(True) to compare calls)"
     return None
 
 
@@ -99,7 +99,7 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
             return "has not called tutti.comm yet, so its state is unknown"
         address = json.loads(store.get(key))
     except (RuntimeError, ValueError) as error:
-        return f"cannot be looked up, because the store of rank 0 has ended ({error})"
+        return f"has an unknown state, because rank 0's store has ended ({error})"
     if not ledger.is_on_this_machine(address):
         return f"is on host {address['host']} (run `tutti world --ledger` on that host)"
     if not Path(f"/proc/{address['pid']}").exists():
@@ -132,15 +132,16 @@ _compare_timeout = 60.0
 
 
 def debug(on: bool = True, *, timeout: float = 60.0) -> None:
-    """Compare every later collective between ranks before it is sent. All ranks must call this.
+    """Turn on debug mode: compare each collective between ranks before it is sent.
 
-    If ranks differ in the shape, the dtype or the operation, a call hangs, aborts or gives wrong
-    numbers, depending on the backend. In debug mode a difference raises RanksDiffer. The ranks
-    compare each call through the group's store, which is too slow for training. If a rank does not
-    arrive within `timeout` seconds, the other ranks raise CollectiveTimeout, which names the source
-    line of the late rank. Sends and receives are not compared. The shm backend compares the calls
-    that torch makes (for example in DDP) even without debug mode. In debug mode, the errors of the
-    shm backend also name source lines.
+    All ranks must call this function. Without debug mode, if the operation, the shape or the dtype
+    of a collective differs between ranks, the collective hangs, aborts or gives wrong numbers,
+    depending on the backend. In debug mode, a difference raises RanksDiffer. The ranks compare
+    calls through the group's store, which is too slow for training. If a rank does not arrive
+    within `timeout` seconds, the other ranks raise CollectiveTimeout, and the message names the
+    source line of the late rank. Sends and receives are not compared. The shm backend always
+    compares calls, including calls that torch makes (for example in DDP). In debug mode, its errors
+    also name source lines.
     """
     global _compare_timeout
     _compare_timeout = timeout
@@ -154,7 +155,7 @@ def _call_site() -> str:
 
 
 def _compare_calls(calls: Sequence[Operation]) -> None:
-    """Compare the operations that this rank is about to send with the operations of other ranks."""
+    """Compare the operations that this rank will send with the operations of the other ranks."""
     by_group: dict[CommGroup, list[dict[str, Any]]] = {}
     for call in calls:
         if call.is_p2p:
@@ -199,12 +200,12 @@ def _compare_in_group(comm_group: CommGroup, own_calls: list[dict[str, Any]]) ->
                 late.append(f"rank {rank} {process}")
         raise operation.CollectiveTimeout(
             f"{_shown(own_calls[0])} of group {comm_group.label}, at {own_calls[0]['where']}, has "
-            f"waited {_compare_timeout:g} s to compare with the other ranks: {'; '.join(late)}. "
-            "Call comm.debug(True) on every rank."
+            f"waited {_compare_timeout:g} s to compare its call with the other ranks: "
+            f"{'; '.join(late)}. comm.debug(True) must be called on every rank."
         ) from None
     calls_of_ranks = [json.loads(text) for text in comm_group.store.multi_get(keys)]
-    # All ranks have published their calls for this comparison, so all ranks have read the calls of
-    # the previous comparison, which can be deleted.
+    # All ranks have published their calls for this comparison, so all ranks have finished the
+    # previous comparison. Its key can be deleted.
     comm_group.store.delete_key(_key(comm_group, comm_group.rank, back=1))
     no_call = {"operation": "no further call in this block", "shape": None, "where": ""}
     for compared in itertools.zip_longest(*calls_of_ranks, fillvalue=no_call):

@@ -135,7 +135,8 @@ def scatter(
 ) -> Result:
     """Split the root's tensor along dim 0 and give each rank its part.
 
-    `out` is optional on the root. The other ranks must pass `out`, which has the shape of a part.
+    `out` is optional on the root. On the other ranks, `out` is required and must have the shape of
+    one part.
     """
     comm_group = comm_group_of(group)
     source = None
@@ -167,7 +168,7 @@ def all_to_all(
 
     `in_splits[i]` is the number of rows to send to rank i. By default, all parts are equal.
     `out_splits[i]` is the number of rows to receive from rank i. If only `in_splits` is given, the
-    ranks exchange these numbers in a small collective.
+    ranks first exchange these numbers in a small all-to-all.
     """
     comm_group = comm_group_of(group)
     splits: tuple[list[int], list[int]] | None = None
@@ -188,8 +189,8 @@ def all_to_all(
     tensors = tensor, source, target, result
     call = Operation("all_to_all", comm_group, *tensors, tensor.nbytes, finish=finish)
     if splits is not None:
-        # Convert the numbers of rows to numbers of elements of the wire form, which is flat and may
-        # consist of bytes.
+        # The backend needs numbers of elements instead of rows. The elements are those of the wire
+        # form, which is flat and may have dtype uint8.
         row = math.prod(tensor.shape[1:]) * (tensor.itemsize // source.itemsize)
         call.splits = [part * row for part in splits[0]], [part * row for part in splits[1]]
     return perform(call, wait)
@@ -268,11 +269,11 @@ def broadcast_coalesced(
 
 
 def _flat_buckets(tensors: Tensors, bucket_bytes: float) -> Iterator[Tensor]:
-    """Yield one flat tensor per bucket, which the caller may change in place.
+    """Yield one flat tensor per bucket. The caller may change this flat tensor in place.
 
-    When the caller asks for the next bucket, the data of the previous bucket is copied back to the
-    caller's tensors. A bucket contains tensors of one dtype, in the given order. Tensors are added
-    to a bucket until its size is at least `bucket_bytes`, as in DDP. Tensors are not split.
+    When the caller requests the next bucket, the flat tensor is copied back to the tensors of its
+    bucket. A bucket contains tensors of one dtype, in the given order. Tensors are added to a
+    bucket until its size is at least `bucket_bytes`, as in DDP. Tensors are not split.
     """
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         buckets: list[list[Tensor]] = [[]]
@@ -332,14 +333,14 @@ def _checked_splits(
 
 
 def _require_outside_group(call: str) -> None:
-    """Raise UsageError inside a comm.group() block, which sends nothing before it ends."""
+    """Raise UsageError inside a comm.group() block, because nothing is sent before its end."""
     if current_block.get() is not None:
         raise UsageError(
-            f"{call} needs values from other ranks before it can return, but inside comm.group() "
-            "nothing is sent yet. Call it before the block."
+            f"{call} needs values from other ranks before it can return, but a comm.group() block "
+            "sends nothing before it ends. Make this call before the block."
         )
 
 
 def _check_peer(name: str, rank: int, comm_group: CommGroup) -> None:
     if comm_group.check_rank(name, rank) == comm_group.rank:
-        raise UsageError(f"{name}={rank} is this rank itself. Copy the tensor instead.")
+        raise UsageError(f"{name}={rank} is this rank itself. Use tensor.copy_() instead.")

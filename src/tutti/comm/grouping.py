@@ -1,4 +1,4 @@
-"""`with comm.group():` collects operations and sends them in few messages at the end of the block.
+"""`with comm.group():` collects operations and sends them in fewer messages at the block's end.
 
 On the CPU, small operations of the same kind, group and reduction are packed into one flat message,
 because each message has a fixed cost. On NCCL, operations of one kind become one NCCL group.
@@ -19,8 +19,8 @@ from tutti.comm.operation import Handle, Operation, current_block, send
 from tutti.world.errors import UsageError
 from tutti.world.exchange import name_ranks
 
-# Operations of more bytes are sent separately: for large messages, the fixed cost is relatively
-# small, and packing costs more than it saves.
+# Operations with more bytes are sent separately, because copying their data into a flat message
+# costs more time than it saves.
 SMALL_BYTES = 256 << 10
 # Maximum size of a flat message in bytes. Further operations are packed into another message.
 _FLAT_BYTES = 8 << 20
@@ -33,7 +33,7 @@ _COALESCED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter
 
 
 class BlockAbandoned(operation.CollectiveError):
-    """Another rank left the comm.group() block with an exception, so no rank sent anything."""
+    """Another rank left the comm.group() block with an exception, so no operations were sent."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Summary:
 
 
 class group:
-    """Collect the operations called in a `with` block and send them in few messages at its end.
+    """Collect the operations called in a `with` block, and send them in fewer messages at its end.
 
     Inside the block nothing is sent. Results, and handles of calls with `wait=False`, are valid
     after the block. No operation may use memory that another operation in the block writes. On the
@@ -62,10 +62,10 @@ class group:
     one flat message. On NCCL, operations of one kind form one NCCL group. Operations in a nested
     block are sent at the end of the outermost block.
 
-    If the block raises on this rank, this rank sends none of its operations; the other ranks then
-    wait until their timeout, or until the job ends. With agree=True, all ranks of the world first
-    tell each other, in one small message, whether they completed the block. If a rank did not
-    complete the block, the other ranks raise BlockAbandoned, and no rank sends its operations.
+    If the block raises an exception on this rank, this rank sends none of its operations. The other
+    ranks then wait until their timeout, or until the job ends. With agree=True, the ranks of the
+    world first exchange, in one small all-gather, whether they completed the block. If a rank did
+    not complete the block, the other ranks raise BlockAbandoned, and no rank sends its operations.
     After the block, `summary` contains the number of messages.
     """
 
@@ -77,7 +77,7 @@ class group:
 
     @property
     def summary(self) -> Summary:
-        """The numbers of sent operations and messages, valid after the outermost block."""
+        """The numbers of operations and messages of the outermost block, valid after this block."""
         return self._summary if self._outer is None else self._outer.summary
 
     def add(self, call: Operation, wait: bool) -> Any:
@@ -108,9 +108,7 @@ class group:
         finally:
             for _, handle in self._calls:
                 if not handle.is_done():
-                    handle.cannot_wait = (
-                        "was not sent or completed, because its comm.group() failed"
-                    )
+                    handle.cannot_wait = "was not completed, because its comm.group() block failed"
             self._calls = []
 
     def _refuse_unless_all_completed(self, error: BaseException | None) -> None:
@@ -166,7 +164,7 @@ class group:
 
 
 def _batches(calls: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Return lists of operations that are sent together. All ranks return the same lists."""
+    """Divide the calls into lists that are sent together. All ranks compute the same lists."""
     by_nccl: dict[Any, list[Operation]] = {}
     others = []
     for call in calls:
@@ -207,7 +205,7 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
     # `furthest` is (end address, operation number) of the span with the highest end address so far.
-    # `written` is the same for the spans that an operation writes.
+    # `written` is this pair for written spans only.
     furthest = written = (0, -1)
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):
@@ -215,8 +213,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
                 first, second = (operations[n] for n in sorted((number, other)))
                 raise UsageError(
                     f"{second.kind} at {second.where} uses the memory of {first.kind} at "
-                    f"{first.where}. Operations of one comm.group() block have no order, so put "
-                    "them into two blocks."
+                    f"{first.where}. Operations in one comm.group() block have no order, so put "
+                    "these two operations into separate blocks."
                 )
         furthest = max(furthest, (end, number))
         if is_written:
@@ -255,7 +253,7 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
 
 @torch.no_grad()
 def _pack(batch: Sequence[Operation]) -> Operation:
-    """Return one operation that replaces the batch. `_unpack` copies its result to the batch."""
+    """Return one operation that replaces the batch. `_unpack` distributes its result."""
     first = batch[0]
     size, is_root = first.comm_group.size, first.root == first.comm_group.rank
     source = None

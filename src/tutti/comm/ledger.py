@@ -5,10 +5,10 @@ named "tutti-ledger:LABEL". Another process can read the memfd through /proc/PID
 process hangs. Times are in nanoseconds of CLOCK_MONOTONIC, except for fields that are marked as
 realtime. This module does not import torch.
 
-Ledgers have one layout and one reader (`read_process`), but two writers: this module and
-shm/core/ledger.c. Neither writer sees all operations. Operations on gloo and NCCL never reach the C
-core, which does not exist on a machine without a compiler. Calls of torch.distributed on the shm
-backend (for example by DDP or FSDP) never reach tutti.comm. If both writers have recorded an
+All ledgers have the same layout and are read by `read_process`. There are two writers, this module
+and shm/core/ledger.c, because neither writer sees all operations. Operations on gloo and NCCL do
+not use the C core, and a machine without a compiler has no C core. Calls of torch.distributed on
+the shm backend (for example by DDP or FSDP) do not use tutti.comm. If both writers have recorded an
 operation, the reader shows the operation once (`_is_within`).
 """
 
@@ -119,14 +119,14 @@ class GroupLedger:
         self._words = memoryview(memory).cast("B").cast("q")
 
     def detach(self) -> None:
-        """In a forked child, replace the parent's memory with memory that no reader opens."""
+        """In a forked child, write to private memory instead of the parent's ledger from now on."""
         os.close(self._file)
         self._file = -1
         self._map(mmap.mmap(-1, _BYTES))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # `close` is a default argument, because a ledger may live until the interpreter ends, when
-        # the name `os` no longer exists.
+        # `close` is a default argument, because this method may run while the interpreter ends,
+        # when the name `os` no longer exists.
         if getattr(self, "_file", -1) >= 0:
             close(self._file)
 
@@ -143,7 +143,7 @@ os.register_at_fork(after_in_child=_detach_all)
 
 
 def process_address() -> dict[str, Any]:
-    """Return the values with which another process finds the ledgers of this process.
+    """Return the values that another process needs to find the ledgers of this process.
 
     `machine` identifies the running system and the PID namespace, because containers on one host
     have different PID namespaces.
@@ -196,7 +196,7 @@ def call_site(frame: FrameType | None) -> bytes:
 
 
 def _add_site(code: CodeType) -> dict[int, bytes] | None:
-    if len(_sites) > 4096:  # code that is generated for every call must not be kept forever
+    if len(_sites) > 4096:  # limit the memory if a program creates new code objects all the time
         _sites.clear()
     lines: dict[int, bytes] | None = None if is_internal(code.co_filename) else {}
     _sites[id(code)] = code, lines
@@ -219,8 +219,8 @@ def shown_path(filename: str) -> str:
 def record_location(backend: str, write: Callable[[str], None]) -> None:
     """Call `write` once a second, from a thread, with the location of the main thread.
 
-    The location is the source line that the main thread executes. `write` stores it in memory that
-    other processes can read, so that the error of a timeout can name the source line of a late
+    The location is the source line that the main thread executes. `write` stores the location in
+    memory that other processes can read, so that a timeout error can name the source line of a late
     rank. Each backend has one `write` function.
     """
     global _recording_process
@@ -247,12 +247,12 @@ def _record_locations(end: threading.Event) -> None:
 def _stop_recording(process: int, end: threading.Event, thread: threading.Thread) -> None:
     """End the thread before the interpreter is finalized.
 
-    The thread briefly holds the frames of the main thread, so it may drop the last reference to a
-    process group in these frames. The destructor of a process group releases the GIL. If the thread
-    takes the GIL again during finalization, Python ends the thread inside the destructor, which
-    aborts the process.
+    The thread briefly holds references to the frames of the main thread, so it may delete the last
+    reference to a process group in these frames and run the destructor of the group. The destructor
+    releases the GIL. If the destructor then requests the GIL during finalization, Python ends the
+    thread inside the destructor, which aborts the process.
     """
-    if process == os.getpid():  # a forked child has the handler, but not the thread
+    if process == os.getpid():  # a forked child inherits this handler, but not the thread
         end.set()
         thread.join()
 
@@ -264,7 +264,7 @@ _MEMFD = re.compile(r"/memfd:(tutti-ledger|tutti-shm):(.*) \(deleted\)")
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """One operation of one process. An age is the time in seconds until the ledger was read."""
+    """One operation of one process. Ages are relative to the time at which the ledger was read."""
 
     operation: str
     group: str  # the label that is shown to users
@@ -277,7 +277,7 @@ class OperationRecord:
     age: float  # seconds since the operation began
     ended_ago: float | None  # seconds since the operation ended, or None if it has not ended
     where: str  # the call site
-    written_by: str  # tutti-ledger, or tutti-shm for an entry of the shm backend
+    written_by: str  # "tutti-ledger", or "tutti-shm" for an entry of the shm backend
 
     def __str__(self) -> str:
         size = f"{self.dtype}, {self.bytes} bytes" if self.dtype else f"{self.bytes} bytes"
@@ -310,7 +310,7 @@ def processes() -> list[int]:
 
 def read_process(pid: int) -> ProcessLedger | None:
     """Return the contents of a process's ledgers, or None if there are none or access is denied."""
-    now = monotonic_ns()  # the same time for all ledgers, because ages are compared
+    now = monotonic_ns()  # one time for all ledgers, so that ages can be compared
     ledgers = [_read_ledger(pid, *file, now) for file in _ledger_files(pid)]
     found = [(label, ledger) for label, ledger in ledgers if ledger is not None]
     if not found:
@@ -344,9 +344,9 @@ def _read_ledger(
     pid: int, path: str, written_by: str, label: str, now: int
 ) -> tuple[str, ProcessLedger | None]:
     if written_by != _LABEL and _is_open_here(path):
-        # Peers check the owner's lock on a segment to find out whether the owner is alive. A
-        # process that closes any descriptor of a file loses its locks on that file, so a process
-        # never opens its own segments.
+        # Peers check the owner's lock on a segment to find out whether the owner is alive. When a
+        # process closes any descriptor of a file, it loses its locks on the file. Therefore a
+        # process must not open and close its own segments.
         return label, None
     try:
         with open(path, "rb", buffering=0) as file:
@@ -356,9 +356,9 @@ def _read_ledger(
             magic, _, entries, rank, size, owner, *rest, name = _HEADER.unpack(head)
             _, _, ledger_at, entry_bytes, location_at, _ = rest
             if magic != _MAGIC or owner != pid or entry_bytes != _ENTRY.size:
-                return label, None  # the segment of a peer, or the layout of another version
+                return label, None  # a peer's segment, or the layout of another tutti version
             raw = b""
-            for _ in range(6):  # if two reads differ, an entry was being written
+            for _ in range(6):  # until two reads are equal: otherwise an entry was being written
                 before, raw = raw, os.pread(file.fileno(), entries * entry_bytes, ledger_at)
                 if raw == before:
                     break
@@ -392,7 +392,7 @@ def _read_ledger(
 
 
 def _is_open_here(path: str) -> bool:
-    """Return whether this process has the file open itself."""
+    """Return whether this process also has the file open."""
     try:
         status = os.stat(path)
     except OSError:  # closed meanwhile
@@ -405,7 +405,7 @@ def _is_open_here(path: str) -> bool:
 
 
 def _ledger_files(pid: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, writer, label) of each file of a process that holds a ledger."""
+    """Yield (path, writer, label) of each ledger file that a process has open."""
     try:
         paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
     except OSError:  # the process has ended, or belongs to another user

@@ -1,4 +1,4 @@
-"""One operation from call to result: its process group, tensors, Handle and name in traces."""
+"""One operation from call to result: its process group, tensors, Handle and profiler events."""
 
 import json
 import re
@@ -50,11 +50,12 @@ class CollectiveMismatch(CollectiveError, RanksDiffer):
 class CommGroup:
     """A process group, and the state that tutti.comm keeps for the group on this rank.
 
-    The state consists of counts of operations, the ledger, and the tables by which the path of an
-    operation is chosen (path_selection.py).
+    The state consists of operation counts, the ledger (ledger.py), and the tables that determine
+    the transfer path of an operation (path_selection.py).
 
-    A CommGroup holds no strong reference to the process group, because torch ends the threads of a
-    process group when the last reference is gone.
+    A CommGroup holds only a weak reference to its process group. torch stops the threads of a
+    process group when its last strong reference is deleted, so a strong reference here would keep
+    the threads running.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -67,12 +68,12 @@ class CommGroup:
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.collectives = 0  # number of collectives begun so far, which is the same on all ranks
+        self.collectives = 0  # number of collectives begun so far (the same on all ranks)
         self.p2p_operations = 0  # number of sends and receives that this rank has begun
         self.comparisons = 0  # number of comparisons of calls between ranks (debug mode)
-        self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
+        self.path_tables: dict[str, Table | None] = {}  # rank 0's table for each device type
         self.has_symmetric_memory: bool | None = None  # None means not checked yet
-        self.symmetric_stream: int | None = None  # the stream of the one-shot kernels
+        self.symmetric_stream: int | None = None  # the CUDA stream of all one-shot kernels
         self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
 
     @property
@@ -85,7 +86,7 @@ class CommGroup:
 
     @property
     def store(self) -> dist.Store:
-        """The store of this group, with its own key prefix."""
+        """The store of this group. torch adds a key prefix that is unique to the group."""
         store: dist.Store = c10d._world.pg_map[self.process_group][1]
         return store
 
@@ -110,7 +111,7 @@ class CommGroup:
 
     @property
     def control_device(self) -> torch.device:
-        """The device for small control data: the CPU if the group has a CPU backend."""
+        """The device for control data: the CPU if the group has a CPU backend, otherwise the GPU."""
         types = self.device_types
         if not types or "cpu" in types:
             return torch.device("cpu")
@@ -126,7 +127,7 @@ class CommGroup:
         return rank
 
 
-# Keys are the ids of process groups; an entry is removed when its group is destroyed.
+# Keys are id(process group). An entry is removed when its process group is deleted.
 _known_groups: dict[int, CommGroup] = {}
 _announced_world: "weakref.ref[dist.ProcessGroup] | None" = None
 
@@ -143,9 +144,9 @@ def _add_group(group: object) -> CommGroup:
     if group is None:
         raise UsageError("this process has no process group. Call tutti.init() first.")
     if isinstance(group, int):
-        raise UsageError("this rank is not in the group. Only its ranks may call collectives.")
+        raise UsageError("this rank is not in the group. Only ranks of the group may use it.")
     if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(f"group={group!r} must be a process group, as dist.new_group() returns")
+        raise UsageError(f"group={group!r} is not a process group. Use dist.new_group().")
     key = id(group)
     comm_group = _known_groups[key] = CommGroup(group)
     weakref.finalize(group, _known_groups.pop, key, None).atexit = False
@@ -164,9 +165,10 @@ def _add_group(group: object) -> CommGroup:
 class Operation:
     """One call: its kind, group and tensors, and the conversion of its result.
 
-    `tensor` is the caller's input, `result` is returned to the caller. `source` and `target` are in
-    wire form (contiguous, in a dtype that every backend has), and `finish` converts the wire form
-    into the result once the operation is complete.
+    `tensor` is the caller's input, and `result` is the tensor that the call returns. `source` and
+    `target` are the tensors that the backend reads and writes. They are in wire form: contiguous,
+    with a dtype that every backend supports. After the transfer, `finish` converts `target` into
+    `result`.
     """
 
     kind: str
@@ -181,7 +183,7 @@ class Operation:
     finish: Finish | None = None
     op: str = ""  # the reduction that the caller requested
     tag: int = 0
-    # For all_to_all: the numbers of elements to each rank and from each rank.
+    # For all_to_all: the numbers of elements sent to each rank and received from each rank.
     splits: tuple[list[int], list[int]] | None = None
     sequence: int = 0
     site: CallSite = b""
@@ -222,9 +224,10 @@ class Operation:
         return f"{self.kind} {self.sequence} of group {group} ({', '.join(details)})"
 
 
-# The comm.group() block of this thread, which collects operations instead of sending them.
+# The open comm.group() block of this thread. The block collects operations and sends them when it
+# ends.
 current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
-# The function that compares the calls of all ranks before they are sent, set by comm.debug(True).
+# comm.debug(True) sets this function. It compares the calls of all ranks before they are sent.
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
@@ -301,19 +304,20 @@ def failed(operation: Operation, number: int, error: Exception) -> Exception:
 class Handle:
     """An operation that has been started. The handle keeps the operation's tensors alive.
 
-    Call wait() before you read the result or write the input. The first wait also performs the
-    steps after the transfer (the division of a mean, the copy into a non-contiguous tensor).
-    Waiting again costs nothing and changes nothing.
+    Call wait() before you read the result or write to the input. The first wait() also performs the
+    steps after the transfer (the division of a mean, the copy into a non-contiguous tensor). Later
+    calls of wait() return immediately.
 
-    On CUDA waiting does not block the host: it makes a stream wait, either the current stream or
-    the stream passed to `wait`. Other streams can wait for `event()`.
+    On CUDA, wait() does not block the host. It makes a stream wait for the result: the stream that
+    is passed to wait(), or the current stream. Other streams can wait for `event()`.
     """
 
     def __init__(self, operation: Operation, work: Any, number: int) -> None:
         self.operation, self.work = operation, work
         self._number = number
         self._is_finished = False
-        # Why wait() is refused: the comm.group() block is open, or has failed. Otherwise "".
+        # The reason why wait() raises an error: the comm.group() block is still open, or has
+        # failed. "" if wait() is allowed.
         self.cannot_wait = ""
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
@@ -325,7 +329,7 @@ class Handle:
 
     @property
     def source(self) -> int:
-        """Wait, then return the sender's rank in the group (after a receive from any rank)."""
+        """Wait, then return the sender's rank in the group, for recv with source=None."""
         self.wait()
         sender = self.operation.root
         return sender if sender >= 0 else int(self.work._source_rank())
@@ -346,7 +350,10 @@ class Handle:
         return self.operation.result
 
     def is_done(self) -> bool:
-        """Return whether wait() would return at once, or on CUDA whether the result is complete."""
+        """Return whether wait() would return immediately.
+
+        On CUDA, return whether the result is complete.
+        """
         if self.cannot_wait:
             return False
         if self._event is not None:
@@ -354,7 +361,7 @@ class Handle:
         return self._is_finished or self.work is None or bool(self.work.is_completed())
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
-        """Return the result as a torch Future, for DDP's communication hooks."""
+        """Return the result as a torch Future, for DDP communication hooks."""
 
         def complete(_: Any) -> torch.Tensor | None:
             # Do not call work.wait(), because some backends complete the future before the work.
@@ -417,7 +424,7 @@ class Handle:
         entries.mark(self._number, ledger.STREAMED if operation.is_on_stream else ledger.DONE)
 
     def __del__(self) -> None:
-        # It is harmless to drop a handle without wait(), unless wait() must convert the result.
+        # Dropping a handle without wait() is an error only if wait() would convert the result.
         has_failed = self._error is not None or self.cannot_wait
         if not self._is_finished and self.operation.finish is not None and not has_failed:
             message = f"the handle of {self.operation} was dropped. Call wait() to complete it."
@@ -426,7 +433,7 @@ class Handle:
 
 @dataclass(frozen=True)
 class Tag:
-    """A call of tutti.comm, as described by the name of an event in a profiler's trace.
+    """The fields in the name of a profiler event that describes a call of tutti.comm.
 
         tutti::all_reduce|phase=run|group=default|bytes=4096|dtype=float32|seq=12|ranks=4
 

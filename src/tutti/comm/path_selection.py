@@ -2,8 +2,8 @@
 
 A path is an implementation that transfers the data (see PATHS). `tutti bench tune` writes the table
 to $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json (default: ~/.cache). All ranks use rank 0's table,
-so that they take the same path. Without a table, DEFAULTS are used. If a table cannot be read,
-`load` raises an error, but a running job only prints a warning.
+so that they take the same path. Without a table, DEFAULTS is used. If a table is not valid, `load`
+raises an error, but a running job prints a warning and uses DEFAULTS.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Measured(NamedTuple):
     time_us: float
 
 
-# Used if nothing was measured. On 4 to 8 GPUs of one host, one-shot kernels on symmetric memory are
+# Used if no path was measured. On 4 to 8 GPUs of one host, one-shot kernels on symmetric memory are
 # faster than NCCL up to 512 KiB. For larger tensors NCCL is faster, because one-shot kernels need a
 # copy of the tensor in symmetric memory. On the CPU a group has only one path.
 DEFAULTS = (
@@ -124,7 +124,7 @@ def machine_key() -> str:
 
 
 def file_for(ranks: int) -> Path:
-    """Return the file of the table for this machine and this number of ranks."""
+    """Return the path of the table file for this machine and this number of ranks."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tutti" / "paths" / f"{machine_key()}-{ranks}.json"
 
@@ -132,7 +132,8 @@ def file_for(ranks: int) -> Path:
 def save(table: Table) -> Path:
     """Store a table for later runs and return the file.
 
-    Rows of the stored table for other operations and devices are kept. A damaged file is replaced.
+    If a table is already stored, its rows for other operations and devices are kept. An invalid
+    file is replaced.
     """
     path = file_for(table.ranks)
     with contextlib.suppress(UsageError):
@@ -193,7 +194,7 @@ def parse(text: str) -> Table:
 
 
 class Choice(NamedTuple):
-    """A path and the reason for choosing it."""
+    """A path, and the reason why it was chosen."""
 
     path: str
     reason: str
@@ -226,7 +227,7 @@ def _figures(row: Row, table: Table) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The path that an operation takes, and the reason. str() returns a sentence."""
+    """The path that an operation takes, and the reason. str() returns both as a sentence."""
 
     op: str
     bytes: int
@@ -273,7 +274,7 @@ def explain(
 
 
 def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
-    """Return the paths of a group for tensors on this device. The group's backend comes first."""
+    """Return the available paths for tensors on this device, the path of the backend first."""
     from tutti.comm.shm.registration import hosts
 
     backend = comm_group.backend(device)
@@ -285,7 +286,7 @@ def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
 
 
 def _has_symmetric_memory(comm_group: CommGroup) -> bool:
-    """Return whether torch has CUDA symmetric memory and all ranks are on this host."""
+    """Return whether torch has CUDA symmetric memory and all group ranks are on this host."""
     if comm_group.has_symmetric_memory is None:
         from tutti.comm.symmetric import available
 
@@ -334,7 +335,7 @@ def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
     """
     key = "tutti/paths"
     if comm_group.rank != 0:
-        text = comm_group.store.get(key).decode()  # waits for rank 0, which makes the same call
+        text = comm_group.store.get(key).decode()  # waits until rank 0 has set the key
         return parse(text) if text else None
     try:
         table = load(comm_group.size)

@@ -1,8 +1,9 @@
-"""Creates a group of the shm backend. Its ranks find each other through the store and connect.
+"""Creates a group of the shm backend. The ranks find each other through the store and connect.
 
-Two ranks share a host if each can open a tiny memfd of the other through /proc and read a random
-number from it. Host names, boot ids and variables such as LOCAL_WORLD_SIZE are not used, because in
-some cases they are wrong. If a rank cannot use shm, all ranks of the group use gloo.
+Each rank creates a probe, a memfd with a random token. Two ranks are on the same host if each rank
+can open the probe of the other rank through /proc and read the token. Host names, boot ids and
+variables such as LOCAL_WORLD_SIZE are not used, because they can be wrong. If a rank cannot use
+shm, all ranks of the group use gloo.
 """
 
 import functools
@@ -42,8 +43,8 @@ def make(
     ranks = ranks or list(range(size))
     can_open = (options and options.can_open) or shares_memory
     module, reason = registration._load()
-    # A store may outlive a group, and the next group of the same name may use the store again. So
-    # the keys of each group get their own prefix.
+    # A store may outlive a group, and a later group with the same name may use the same store.
+    # Therefore each group adds its own prefix to its keys.
     generation = (store.add("arrivals", 1) - 1) // size
     store = dist.PrefixStore(f"{generation}/", store)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -118,8 +119,8 @@ def shares_memory(info: ProbeInfo) -> bool:
     """Return whether this process can open the probe of another rank."""
     path = f"/proc/{info['pid']}/fd/{info['fd']}"
     try:
-        # If that rank is in another PID namespace, its pid may belong to an unrelated process here.
-        # Check the name of the file first, because opening an unknown file may block.
+        # If the other rank is in another PID namespace, its pid may belong to an unrelated process
+        # here. Check the file name first, because opening an unknown file may block.
         if not os.readlink(path).startswith(f"/memfd:{_PROBE}"):
             return False
         with open(path, "rb", buffering=0) as probe:
@@ -153,7 +154,7 @@ def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int,
 def _make_group(
     name: str, rank: int, ranks: Sequence[int], names: Sequence[str], token: int, gather: Gather
 ) -> int:
-    """Create a group in the C core that connects `ranks` on this host, and return its address."""
+    """Create the C core's group of `ranks`, which are on this host. Return the group's address."""
     core = native.core()
     staging_bytes = 0  # the core's default
     group = core.tutti_group_create(

@@ -1,11 +1,11 @@
-"""Compiles the C core and the C++ front, at installation (setup.py) or at first use into a cache.
+"""Compiles the C core and the C++ front of the shm backend, at installation or at first use.
 
-Each library contains a hash of its sources, compiler flags and platform. The hash of the front also
-includes the versions of torch and Python and the C++ ABI of torch. A library with another hash (for
-example after an update of torch) is not loaded. A library with the right hash is then taken from
-the cache folder $XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm), or compiled into that
-folder. setup.py imports this file by its path, so only the standard library is imported at the top
-of this file.
+setup.py compiles the libraries at installation. Each library contains a hash of its sources,
+compiler flags and platform. The hash of the front also includes the versions of torch and Python
+and the C++ ABI of torch. If the installed library is missing or has another hash (for example after
+an update of torch), the library is loaded from the cache folder $XDG_CACHE_HOME/tutti/shm (default
+~/.cache/tutti/shm), and compiled into this folder if necessary. setup.py imports this file by its
+path, so only the standard library is imported at the top of this file.
 """
 
 import fcntl
@@ -45,10 +45,10 @@ class Library:
     name: str
     sources: tuple[Path, ...]  # the files that are passed to the compiler
     headers: tuple[Path, ...]
-    compilers: tuple[str, ...]  # the name of an environment variable, then names of programs
+    compilers: tuple[str, ...]  # an environment variable, then programs to try
     flags: tuple[str, ...]
     link: tuple[str, ...]
-    built_for: str  # versions and platform, a part of the hash and of the file name in the cache
+    built_for: str  # versions and platform; part of the hash and of the cached file's name
     include_paths: tuple[Path, ...] = ()
     library_paths: tuple[Path, ...] = ()
 
@@ -69,7 +69,7 @@ def core_library() -> Library:
         tuple(sorted(folder.glob("*.c"))),
         tuple(sorted(folder.glob("*.h"))),
         ("CC", "cc", "gcc", "clang"),
-        # -ffp-contract=off disables fused multiply-add, so that all machines give the same bits.
+        # -ffp-contract=off disables fused multiply-add, so that all machines give equal results.
         (
             "-O3",
             "-g0",
@@ -124,7 +124,7 @@ def front_library() -> Library:
 def build_if_missing(*libraries: Library) -> list[Path]:
     """Return the files of these libraries. Compile them if necessary, or raise BuildFailed.
 
-    Several processes may call this at once: one compiles, and the others wait for that process.
+    Several processes may call this function at once: one process compiles, and the others wait.
     """
     if None in map(_find, libraries):
         folder = _cache_folder()
@@ -135,7 +135,8 @@ def build_if_missing(*libraries: Library) -> list[Path]:
             for library in missing:
                 log = folder / f"{_file_name(library)}.log"
                 if log.exists() and log.stat().st_mtime >= began:
-                    # The process that held the lock before has just failed to compile the library.
+                    # Another process failed to compile the library while this process waited for
+                    # the lock. Compiling again would fail too.
                     raise BuildFailed(_failure(library, log))
             if missing:
                 _compile_all(missing, folder)
@@ -155,9 +156,9 @@ def _compile_all(libraries: list[Library], folder: Path) -> None:
 
 
 def _find(library: Library) -> Path | None:
-    """Return a library that was built from the current sources, or None if there is none.
+    """Return the file of a library built from the current sources, or None if there is none.
 
-    The library may be in the folder of this file or in the cache folder.
+    The file may be in the folder of this module or in the cache folder.
     """
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"{library.name}{suffix}"
@@ -189,7 +190,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """Create and return the cache folder. Refuse a folder in which another user could write."""
+    """Create and return the cache folder. Refuse a folder that another user can write to."""
     path = _cache_path()
     cure = "set XDG_CACHE_HOME to a folder that only you can write to"
     try:
@@ -216,7 +217,7 @@ def _command(library: Library) -> list[str]:
         language = "C++" if variable == "CXX" else "C"
         raise BuildFailed(
             f"no {language} compiler was found (tried {value or ', '.join(programs)}). Install gcc "
-            f"and g++ (apt install g++, dnf install gcc-c++), or set {variable}."
+            f"and g++ (apt install g++, dnf install gcc-c++), or set {variable} to a compiler."
         )
     flags = [*library.flags, f'-DTUTTI_SOURCE_HASH="{library.hash}"']
     flags += [f"-isystem{path}" for path in library.include_paths]
@@ -251,6 +252,6 @@ def _failure(library: Library, log: Path) -> str:
     command, *lines = log.read_text().splitlines()
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
     needs_headers = "Python.h" in first
-    cure = ". Install the headers of Python (apt install python3-dev)." if needs_headers else ""
+    cure = ". Install the Python headers (apt install python3-dev)." if needs_headers else ""
     compiler = shlex.split(command)[0]
     return f"{compiler} could not compile {library.name}: {first.strip()} (log: {log}){cure}"

@@ -1,8 +1,8 @@
 """ctypes bindings of the C core. The functions are documented in core/tutti_shm.h.
 
-Constants (`native.F64`, `native.ALL_REDUCE`, `native.TIMEOUT`, ...) are the TUTTI_* enumerators and
-integer macros of the C headers, which are parsed when this module is imported. The signatures of
-the functions are also read from the headers.
+The constants (`native.F64`, `native.ALL_REDUCE`, `native.TIMEOUT`, ...) are the TUTTI_* enumerators
+and integer macros of the C headers. This module parses the headers when it is imported. It also
+reads the signatures of the functions from the headers.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def _header(name: str) -> str:
 
 
 def _parse_headers() -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return (values, enums), which are read from the C headers.
+    """Read the C headers and return (values, enums).
 
     `values` has the value of each constant, keyed by its name without the prefix TUTTI_. `enums`
     has, for each enum, the lower-case names of its enumerators in order.
@@ -72,19 +72,19 @@ class ShmError(RuntimeError):
 
 
 class ShmTimeout(ShmError, TimeoutError):
-    """Some ranks have not arrived in time. The message names them and their locations."""
+    """Some ranks have not arrived in time. The message names these ranks and their locations."""
 
 
 class PeerDied(ShmError):
     """A rank's process has died."""
 
-    rank = -1  # the rank that died, or -1 if only the message names it
+    rank = -1  # the rank that died, or -1 if only the message names the rank
 
 
 class PeerLeft(ShmError):
-    """A rank closed the group or heap while other ranks still waited for that rank."""
+    """A rank closed the group or heap while other ranks were waiting for it."""
 
-    rank = -1  # the rank that left, or -1 if only the message names it
+    rank = -1  # the rank that left, or -1 if only the message names the rank
 
 
 class GroupClosed(ShmError):
@@ -113,7 +113,7 @@ _ERROR_OF_CODE = {_CONSTANTS[name]: error for name, error in _ERRORS.items()}
 
 
 class Operation(ctypes.Structure):
-    """The C struct `tutti_operation`. `operation()` creates one from lists."""
+    """The C struct `tutti_operation`. The function `operation()` creates an instance."""
 
     # fmt: off
     _fields_ = (
@@ -164,13 +164,13 @@ def _load(loader: type[ctypes.CDLL]) -> Any:
 
 @cache
 def core() -> Any:
-    """Return the core, which is loaded once. Calls of its functions release the GIL."""
+    """Return the loaded core library. Calls of its functions release the GIL."""
     return _load(ctypes.CDLL)
 
 
 @cache
 def core_holding_gil() -> Any:
-    """Return the core for calls that cannot block. Calls keep the GIL, which saves 0.2 µs each."""
+    """Return the core for calls that cannot block. Calls hold the GIL, which saves 0.2 µs each."""
     return _load(ctypes.PyDLL)
 
 
@@ -191,7 +191,7 @@ def raise_for(code: int) -> None:
 
 
 def last_error() -> Exception:
-    """Return the exception for a function of the core that returned NULL in this thread."""
+    """Return the exception for the core function that returned NULL in this thread."""
     return error_for(core().tutti_error_code())
 
 
@@ -207,7 +207,7 @@ def operation(
     tag: int = 0,
     where: str = "",
 ) -> Operation:
-    """Return an operation made from lists of (address, bytes). It keeps its C arrays alive."""
+    """Return an Operation made from lists of (address, bytes). It keeps its C arrays alive."""
     ins, outs = ins or [], outs or []
     result = Operation(kind, dtype, reduce, root, peer, tag, len(ins), len(outs))
     result.ins = (c_void_p * len(ins))(*(address for address, _ in ins))

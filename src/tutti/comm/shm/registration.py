@@ -43,8 +43,9 @@ def register() -> None:
         from torch.distributed import _dist2
 
         _dist2.register_backend("shm", _create_group)
-    # torch 2.15 records every call of a backend that is not in this set in its flight recorder.
-    # This takes half as long as a small all_reduce, and the core's ledger records the same calls.
+    # torch 2.15 writes each call to its flight recorder, unless the backend is in this set. Writing
+    # takes half as long as a small all_reduce and is unnecessary, because the core's ledger records
+    # the same calls.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add("shm")
 
@@ -64,7 +65,7 @@ def autoload() -> None:
 def _load() -> tuple[ModuleType | None, str]:
     """Return (C++ module, details), or (None, reason) if the module cannot be used."""
     if sys.platform != "linux":
-        return None, f"shm needs memfd and /proc of Linux, but this is {sys.platform}"
+        return None, f"shm needs Linux (memfd and /proc), but this system is {sys.platform}"
     if not os.path.isdir("/proc/self/fd"):
         return None, "shm needs /proc to open the memory of other ranks, but /proc is not mounted"
     from tutti.comm.shm import native
@@ -81,7 +82,7 @@ def _load() -> tuple[ModuleType | None, str]:
     except BuildFailed as error:
         return None, str(error)
     except (ImportError, RuntimeError, native.CoreMissing) as error:
-        return None, f"the compiled shm backend does not load: {error}"
+        return None, f"the compiled shm backend cannot be loaded: {error}"
     import torch
 
     from tutti.comm.shm.connect import make
@@ -103,8 +104,8 @@ def available() -> tuple[bool, str]:
 def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
     """Return the address of the core's group, or None if shm is not the group's CPU backend.
 
-    The result is also None for a process group over several hosts, which has one core group per
-    host, with different rank numbers.
+    The result is also None for a process group over several hosts. Such a group has one core group
+    per host, and the ranks in the core groups differ from the ranks in the process group.
     """
     return getattr(_cpu_backend(group), "native_group", None) or None
 
@@ -129,7 +130,8 @@ def _cpu_backend(group: "dist.ProcessGroup | None") -> Any:
 def set_where(where: Callable[[], str] | None) -> None:
     """Set the function that returns the call site, so that errors name each rank's call site.
 
-    The function is called in every operation, which takes time. None removes the function.
+    The function is called in every operation, which makes operations slower. None removes the
+    function.
     """
     module, _ = _load()
     if module is not None:
@@ -137,7 +139,7 @@ def set_where(where: Callable[[], str] | None) -> None:
 
 
 def _create(options: Any, pg_options: Any) -> Any:
-    """Return the backend of a new group. torch calls this if the group uses shm for a device."""
+    """Return the backend of a new group. torch calls this function if the group uses shm."""
     from tutti.comm.shm.connect import make
 
     return make(
@@ -160,7 +162,7 @@ def _create_group(
     device: "torch.device",
     **options: object,
 ) -> "dist.ProcessGroup":
-    """Return a new group. torch calls this for `torch.distributed._dist2.new_group("shm", ...)`."""
+    """Return a new group, for `torch.distributed._dist2.new_group("shm", ...)`."""
     import torch
     import torch.distributed as dist
 
