@@ -1,14 +1,16 @@
-"""Measures the rates of the machine at hand for `tutti plan --calibrate FILE`, in under a minute.
+"""Measures the rates of this machine for `tutti plan --calibrate FILE`, in less than a minute.
 
-Every rank measures matrix products, attention, convolutions, copies and the host time of operators
+Every rank measures matrix products, attention, convolutions, copies and the host time per operator
 on its own device. All ranks measure at the same time, because CPU ranks share memory bandwidth and
-caches. Collectives are measured between all ranks. All cases are measured in turn, in several
-rounds, so that a change of the clock speed affects all cases alike. The time of a case on a rank is
-the median over the rounds. The time of a case is the median of these times over the ranks.
+caches. Collectives are measured between all ranks. A case is one operator with one shape. Each
+round measures every case once, so that a change of the clock speed affects all cases alike. A
+rank's time for a case is the median over the rounds. The result for a case is the median of these
+times over the ranks.
 
-The rates of operator_cost.py are fitted to the times. The residual of each fit is recorded and
-widens the band of predictions. The file also contains the machine and the software versions. A file
-with another schema or of another accelerator is refused. Other software versions cause a warning.
+The rates of operator_cost.py are fitted to the times. The residual of each fit is recorded, and it
+widens the uncertainty band of predictions. The calibration file also contains the machine and the
+software versions. `read_calibration` refuses a file with a different schema or for a different
+accelerator. Different software versions cause a warning.
 """
 
 import json
@@ -52,14 +54,14 @@ from tutti.world.world import World
 _DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 
 SCHEMA = "tutti.calibration/1"
-BUDGET = 40.0  # seconds of measuring, without the time to start the ranks
+BUDGET = 40.0  # maximum seconds of measurements, without the time to start the ranks
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 25
 _MIN_SAMPLE = 2e-3  # minimum seconds of one sample on a GPU. Shorter calls are repeated.
 _MIN_SAMPLE_CPU = 5e-4
 _HOST_LAYERS = 8
-# The lowest value of `Rates.sustained` after a calibration. During a calibration the GPU is busy
-# for most of a minute, so the measured rates of matrix products are closer to the rates in training
-# than published rates, which were measured with one product alone.
+# The lowest value of `Rates.sustained` after a calibration. Published rates were measured with one
+# matrix product alone. During a calibration the GPU is busy for most of a minute, so the measured
+# rates are closer to the rates in training, and the correction for sustained load is smaller.
 _SUSTAINED = 0.93
 
 
@@ -69,14 +71,14 @@ class Case(NamedTuple):
     operation: Operation
     call: Callable[[], Any]
     executions: int = 1
-    """How many times one call runs the operator."""
+    """The number of times that one call runs the operator."""
 
 
 class Shapes(NamedTuple):
     """The sizes of the operators to measure."""
 
     matmuls: tuple[tuple[int, int, int], ...]
-    """(m, n, k) of matrix products, which are measured in bf16 and in float32."""
+    """(m, n, k) of matrix products. Each is measured in bf16 and in float32."""
     copies: tuple[int, ...]
     """Numbers of elements of copies and elementwise operators."""
     attention: tuple[tuple[int, int, int, int], ...]
@@ -84,7 +86,7 @@ class Shapes(NamedTuple):
     convolutions: tuple[tuple[int, int, int, int, int, int], ...]
     """(batch, input channels, output channels, height and width, kernel size, groups)."""
     narrow: bool
-    """Whether attention and convolutions are measured in bf16."""
+    """Whether attention is measured in bf16 instead of float32, and convolutions also in bf16."""
     messages: tuple[int, ...]
     """Message sizes of collectives, in bytes."""
 
@@ -99,7 +101,8 @@ GPU_SHAPES = Shapes(
     ),
     copies=(2**10, 2**18, 2**22, 2**25, 2**28),
     attention=((16, 16, 1024, 64), (4, 16, 4096, 128)),
-    # The batch is large, so that the GPU needs longer for a backward than the host to launch it.
+    # The batch is large, so that the GPU needs more time to run a backward than the host needs to
+    # launch it.
     convolutions=(
         (256, 64, 64, 56, 3, 1),
         (256, 256, 256, 14, 3, 1),
@@ -131,18 +134,18 @@ class Timing:
     operation: Operation
     seconds: float
     spread: float
-    """Robust relative standard deviation over the rounds."""
+    """Relative standard deviation over the rounds, estimated from the median absolute deviation."""
 
 
 # -- cases -----------------------------------------------------------------------------------------
 
 
 def operator_cases(device: torch.device, shapes: Shapes) -> list[Case]:
-    """Return the operators to measure. With the meta device, the cases have shapes but no data."""
+    """Return the operators to measure. On the meta device, the cases have shapes but no data."""
     cases: list[Case] = []
     for (m, n, k), name in product(shapes.matmuls, ("bf16", "float32")):
         if name == "float32" and m * n * k > 2**36:
-            continue  # this size takes 0.1 s on a GPU and shows the same rate as 4096
+            continue  # takes 0.1 s on a GPU, at the same rate as 4096 × 4096 × 4096
         dtype = _DTYPES[name]
         a = torch.randn(m, k, device=device).to(dtype)
         b = torch.randn(k, n, device=device).to(dtype)
@@ -166,7 +169,7 @@ def _attention_cases(
     name = "bf16" if narrow else "float32"
     batch, heads, length, dim = shape
     q, k, v = (torch.randn(shape, device=device).to(_DTYPES[name]) for _ in range(3))
-    # torch counts the FLOPs of all pairs of positions, also if the attention is causal.
+    # torch counts the FLOPs of all pairs of positions, even if the attention is causal.
     flops = 4.0 * batch * heads * length * length * dim
     size, full = 4.0 * q.nbytes, (batch, heads, length, length, dim)
     forward = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -201,7 +204,7 @@ def _convolution_cases(
 
 
 def _backward_of(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], Any]:
-    """Return a call that computes the gradients of all inputs."""
+    """Return a function that computes the gradients of all inputs."""
     trained = [each.clone().requires_grad_() for each in inputs]
     output = forward(*trained)
     gradient = torch.randn_like(output)
@@ -231,7 +234,7 @@ def collective_cases(world: World, shapes: Shapes) -> list[Case]:
 def measure_rank(world: World, budget: float, shapes: Shapes | None = None) -> dict[str, Any]:
     """Measure all cases on this rank. Call this function on every rank at the same time.
 
-    All ranks run the same number of rounds, because a collective needs all ranks.
+    All ranks run the same number of rounds, because every collective needs all ranks.
     """
     device = world.device
     if shapes is None:
@@ -244,7 +247,7 @@ def measure_rank(world: World, budget: float, shapes: Shapes | None = None) -> d
     smallest = _MIN_SAMPLE if device.type == "cuda" else _MIN_SAMPLE_CPU
     repeats = []
     for case in cases:
-        case.call()  # chooses kernels and allocates workspaces
+        case.call()  # warm-up: chooses kernels and allocates workspaces
         seconds = time_total(case.call, 2, device) / 2
         repeats.append(max(1, min(50, math.ceil(smallest / max(seconds, 1e-7)))))
     agreed = torch.tensor(repeats, dtype=torch.float64, device=device)
@@ -258,7 +261,7 @@ def measure_rank(world: World, budget: float, shapes: Shapes | None = None) -> d
         times = []
         for case, count in zip(cases, repeats, strict=True):
             if case.operation.kind == "collective":
-                barrier()  # the ranks have ended their previous cases at different times
+                barrier()  # do not count the waiting for ranks that end the previous case later
             times.append(time_total(case.call, count, device) / count / case.executions)
         rounds.append(times)
         if device.type == "cuda":
@@ -283,10 +286,10 @@ def measure_rank(world: World, budget: float, shapes: Shapes | None = None) -> d
 
 
 def _without_host(case: Case, device: torch.device) -> Case:
-    """Return a case whose time on a GPU does not contain the host time to issue the operator.
+    """Return a case whose GPU time does not contain the host time to issue the operator.
 
-    The call replays a CUDA graph of several operators. Backward cases are not changed, because
-    their kernels take longer than the host.
+    The returned case replays a CUDA graph that runs the operator several times. Backward cases are
+    returned unchanged, because their kernels take longer than the host needs to issue them.
     """
     if "backward" in case.operation.name:
         return case
@@ -301,7 +304,7 @@ def _without_host(case: Case, device: torch.device) -> Case:
 
 
 class _CountOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that start a kernel, as model_trace.py records them."""
+    """Counts the operators that start a kernel, by the same rule as model_trace.py."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -318,8 +321,9 @@ class _CountOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def measure_host(device: torch.device) -> tuple[float, float]:
     """Return the host seconds of one operator in forward and in backward.
 
-    The model is a GPT with autocast, so the host also runs modules and creates views. Its operators
-    are so small that the device is idle most of the time.
+    The measured model is a GPT with autocast, so the time includes the host work for modules and
+    views. Its operators are so small that the device is idle most of the time, and the host alone
+    determines the time.
     """
     config = GPTConfig(vocab_size=64, max_seq_len=8, layers=_HOST_LAYERS, heads=2, dim=32)
     model = GPT(config).to(device)
@@ -360,7 +364,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def fit_calibration(measured: Sequence[dict[str, Any]]) -> Calibration:
-    """Return the rates and collectives that agree best with the measurements of all ranks."""
+    """Return the rates and the collective costs that best fit the measurements of all ranks."""
     first = measured[0]
     operations = [_as_operation(row) for row in first["operations"]]
     columns = zip(*(each["seconds"] for each in measured), strict=True)
@@ -402,9 +406,9 @@ def _error(cluster: Cluster, rates: Rates, timings: Sequence[Timing]) -> float:
 
 
 def _fit_memory(cluster: Cluster, rates: Rates, timings: Sequence[Timing]) -> Rates:
-    """Fit kernel_s (the time of an operator without data), and the bandwidth for each size.
+    """Fit `kernel_s` (the seconds of an operator without data), and the bandwidth for each size.
 
-    The largest size gives the bandwidth of memory. Smaller sizes may fit into a cache.
+    The largest operator determines the memory bandwidth. Smaller operators may fit into a cache.
     """
     chosen = sorted(
         (t for t in timings if t.operation.kind == "memory"), key=lambda t: t.operation.bytes
@@ -424,7 +428,7 @@ def _fit_memory(cluster: Cluster, rates: Rates, timings: Sequence[Timing]) -> Ra
 def _fit_grid(
     cluster: Cluster, rates: Rates, timings: Sequence[Timing], kind: str, dtype: str, name: str
 ) -> Rates:
-    """Fit the share of the peak, and for bf16 also wave_s, by trying a grid of values."""
+    """Fit the share of the peak, and for bf16 also `wave_s`, by a grid search."""
     chosen = [t for t in timings if (t.operation.kind, t.operation.dtype) == (kind, dtype)]
     if not chosen:
         return rates
@@ -437,7 +441,7 @@ def _fit_grid(
 
 
 def _fit_shares(cluster: Cluster, rates: Rates, timings: Sequence[Timing]) -> Rates:
-    """Fit each of the other rates: the share with which its cases have the smallest error."""
+    """Fit each remaining rate: choose the share for which its cases have the smallest error."""
     groups: dict[str, Callable[[Timing], bool]] = {
         "attention_forward": lambda t: t.operation.name == "attention",
         "attention_backward": lambda t: t.operation.name == "attention_backward",
@@ -466,7 +470,7 @@ def _is_dense(operation: Operation, dtype: str, name: str) -> bool:
 def _residuals(
     cluster: Cluster, rates: Rates, timings: Sequence[Timing]
 ) -> tuple[tuple[str, float], ...]:
-    """Return the mean relative residual of each fit, for the band of predictions."""
+    """Return the median relative residual of each fit. It widens the uncertainty band."""
     cost = OperatorCost(cluster, rates)
     groups: dict[str, list[float]] = {}
     for timing in timings:
@@ -482,7 +486,7 @@ def _residuals(
 def _fit_cpu(
     timings: Sequence[Timing], collectives: tuple[MeasuredCollective, ...], ranks: int
 ) -> Calibration:
-    """Return the rates of a CPU rank: peaks are the largest measured values, shares are medians."""
+    """Return the calibration of a CPU rank: peaks are the largest measured rates."""
     peaks: dict[str, float] = {}
     for timing in timings:
         if timing.operation.kind == "matmul":
@@ -525,7 +529,7 @@ def _fit_cpu(
 
 
 def fit_collectives(timings: Sequence[Timing], ranks: int) -> tuple[MeasuredCollective, ...]:
-    """Return α and β of every collective. The fit minimizes relative errors."""
+    """Return α and β of every collective, fitted with the smallest relative errors."""
     found = []
     for name in sorted({t.operation.name for t in timings if t.operation.kind == "collective"}):
         rows = [
@@ -548,7 +552,7 @@ def fit_collectives(timings: Sequence[Timing], ranks: int) -> tuple[MeasuredColl
 def write_calibration(
     path: Path, calibration: Calibration, measured: Sequence[dict[str, Any]]
 ) -> None:
-    """Write a calibration with its measurements, the machine and the versions."""
+    """Write a calibration with its measurements, the machine and the software versions."""
     content = {
         "schema": SCHEMA,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -575,9 +579,9 @@ def write_calibration(
 
 
 def read_calibration(path: Path, cluster: Cluster | None = None) -> tuple[Calibration, list[str]]:
-    """Return a calibration, and warnings about differences from this software and this cluster.
+    """Return a calibration, and warnings if its software versions, CPU or rank count differ.
 
-    Raises UsageError if the file is not valid, or if the cluster has another accelerator.
+    Raises UsageError if the file is not valid, or if `cluster` has a different accelerator.
     """
     cure = f"measure this machine with tutti plan --calibrate {path}"
     try:
@@ -604,11 +608,11 @@ def read_calibration(path: Path, cluster: Cluster | None = None) -> tuple[Calibr
         versions = content["environment"]["versions"]
         ranks = content["ranks"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"--calibration {path} is not complete ({error}): {cure}") from None
+        raise UsageError(f"--calibration {path} is incomplete ({error}): {cure}") from None
     if cluster is not None and not _same_device(calibration.device, cluster):
         raise UsageError(
             f"--calibration {path} was measured on {calibration.device}, but the plan is for "
-            f"{cluster.accelerator}: leave --calibration out, or measure on {cluster.accelerator}"
+            f"{cluster.accelerator}: omit --calibration, or measure on {cluster.accelerator}"
         )
     warnings = []
     here = describe_environment()
@@ -628,7 +632,7 @@ def read_calibration(path: Path, cluster: Cluster | None = None) -> tuple[Calibr
             warnings.append(
                 f"--calibration {path} was measured with {ranks} ranks per host, but the plan has "
                 f"{cluster.per_node}. The ranks of a host share its cores and memory bandwidth, so "
-                f"the rates differ: measure again with --gpus {cluster.per_node}xcpu"
+                f"the rates are different: measure again with --gpus {cluster.per_node}xcpu"
             )
     return calibration, warnings
 
@@ -645,8 +649,8 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine with local ranks, and write the result to a file.
 
-    If `ranks` is None, there is one rank for each visible GPU, or one CPU rank. Raises UsageError
-    if the GPU is not in the catalogue, and RankFailed if a rank fails.
+    If `ranks` is None, one rank per visible GPU is started, or one CPU rank if there is no GPU.
+    Raises UsageError if the GPU is not in the catalogue, and RankFailed if a rank fails.
     """
     from tutti.machine.gpus import visible_gpu_count
     from tutti.world.spawn import spawn
@@ -654,7 +658,7 @@ def calibrate(
     gpus = 0 if device == "cpu" else visible_gpu_count()
     if gpus and (found := describe_environment()["gpus"]):
         try:
-            cluster_of_device(found[0]["name"], 1)  # refuse an unknown GPU before ranks start
+            cluster_of_device(found[0]["name"], 1)  # refuses an unknown GPU before ranks start
         except UsageError as error:
             raise UsageError(f"--calibrate: {error}") from None
     measured = spawn(
