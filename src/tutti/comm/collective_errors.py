@@ -86,7 +86,7 @@ def _missing(call: Operation, rank: int) -> str | None:
         return f"has not arrived ({_state(process, comm_group)})"
     for other in collectives:
         if other.sequence == call.sequence and other.operation != call.kind:
-            return f"called {other} at {other.where} instead (use comm.debug(True) to compare calls)"
+            return f"called {other} at {other.where} instead (comm.debug(True) compares the calls)"
     return None
 
 

@@ -111,7 +111,7 @@ class CommGroup:
 
     @property
     def control_device(self) -> torch.device:
-        """The device for control data: the CPU if the group has a CPU backend, otherwise the GPU."""
+        """The device for control data: the CPU if the group has a CPU backend, else the GPU."""
         types = self.device_types
         if not types or "cpu" in types:
             return torch.device("cpu")

@@ -1,6 +1,7 @@
 """Symmetric memory: tensors that every rank can read and write in place, on CPU and on GPU.
 
-See `Heap`. Names are imported on first use, so that importing this package imports no torch.
+The main class is `Heap`. Names are imported on first use, so that importing this package does not
+import torch.
 """
 
 from importlib import import_module

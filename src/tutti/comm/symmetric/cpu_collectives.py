@@ -38,7 +38,7 @@ _CACHED_OPERATIONS = 256  # the number of prepared operations that are kept for 
 class CpuCollectives:
     """The collectives of one heap. Only one collective can run at a time.
 
-    In all methods, `codes` contains the C core's numbers for the dtype and the reduction.
+    In all methods, `codes` is (dtype, reduction), as numbers in the enums of the C core.
     """
 
     def __init__(self, memory: "CpuMemory") -> None:
@@ -65,8 +65,8 @@ class CpuCollectives:
     ) -> None:
         """Reduce `local`, which is at `offset` of the heap, over all ranks into `out`.
 
-        `out` is `local` itself, another tensor of the heap (at `out_offset`), or a tensor outside
-        the heap.
+        `out` is `local` itself, another tensor in the heap (at `out_offset`), or a tensor outside
+        the heap (`out_offset` is None).
         """
         self._memory.check()
         codes = _codes(local.dtype, op)
@@ -87,7 +87,7 @@ class CpuCollectives:
             self._ring(out, shared, codes)
 
     def sum_in_place(self, local: torch.Tensor) -> None:
-        """Return None: on the CPU, `all_reduce` needs no function that is prepared per tensor."""
+        """Return None: unlike on CUDA, no function is prepared for each tensor."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
@@ -103,7 +103,7 @@ class CpuCollectives:
     def _one_shot(
         self, local: torch.Tensor, offset: int, out: torch.Tensor, codes: tuple[int, int]
     ) -> None:
-        """Every rank reduces all ranks' values in rank order, so all ranks get the same bits."""
+        """Every rank reduces all ranks' values in rank order, so results are bitwise equal."""
         bytes, target = local.nbytes, out.data_ptr()
         self._barrier("all_reduce")
         if out is local:  # peers are still reading `local`
@@ -120,9 +120,9 @@ class CpuCollectives:
     ) -> None:
         """Each rank reduces its part of every chunk, then copies the other ranks' reduced parts.
 
-        In the inputs of all ranks, part p is read only by rank p, before rank p publishes its
-        progress. The other ranks overwrite part p of their memory only after that. So reducing in
-        place needs no further barriers.
+        Only rank p reads part p of the inputs. It then publishes its progress. The other ranks wait
+        for this progress before they overwrite part p in their memory. Therefore an in-place
+        reduction needs no further barriers.
         """
         memory, itemsize = self._memory, local.itemsize
         chunk = _CHUNK_BYTES * memory.size // itemsize
@@ -146,9 +146,9 @@ class CpuCollectives:
     def _ring(self, tensor: torch.Tensor, offset: int, codes: tuple[int, int]) -> None:
         """Pass partial sums around the ring, then results, in 2 (n - 1) steps for n ranks.
 
-        Each part is summed only once, so all ranks get the same bits. The sum of each part starts
-        at a different rank, so the bits may differ from the results of one_shot and two_shot. On
-        one host this algorithm is only a baseline for comparison.
+        Each part is summed once, so results are bitwise equal on all ranks. The sum of each part
+        starts at a different rank, so results may differ in rounding from one_shot and two_shot. On
+        one host, this algorithm is only a baseline for comparison.
         """
         memory, itemsize = self._memory, tensor.itemsize
         size, rank = memory.size, memory.rank
@@ -160,7 +160,7 @@ class CpuCollectives:
         self._barrier("all_reduce")
         before = self._progress
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # negative while partial sums are passed on, then results
+            lap = step - (size - 1)  # negative in the reduce-scatter phase, then all-gather
             first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             own_part = memory.address(rank, offset + first * itemsize)
             left_part = memory.address(left, offset + first * itemsize)
@@ -178,7 +178,7 @@ class CpuCollectives:
         self._barrier("all_reduce")
 
     def all_gather(self, local: torch.Tensor, offset: int, out: torch.Tensor) -> None:
-        """Every rank copies every rank's tensor."""
+        """Every rank copies the tensors of all ranks to its `out`."""
         self._memory.check()
         self.calls += 1
         memory, bytes = self._memory, local.nbytes

@@ -3,8 +3,8 @@
 Memory order. Signals, counters and barrier words are 64-bit words that are stored with release and
 loaded with acquire (C11). A rank that sees the new value of such a word therefore sees everything
 that the writer of the word wrote before, in any segment, on both x86-64 and ARM64. Plain loads and
-stores of tensor elements are not ordered: between a write on one rank and a read on another rank
-there must be a signal, a counter or a barrier.
+stores of tensor elements are not ordered, so a signal, a counter or a barrier must separate a write
+on one rank from a read on another rank.
 
 A segment has a control page, then the signals, then the data. Each word of a control page is
 written only by the owner of the page.
@@ -35,7 +35,7 @@ _LEFT = _LINE  # offset of a word that is 1 if the rank has left the heap
 _BARRIERS = 2 * _LINE  # one line per channel
 _EXCHANGE = _BARRIERS + CHANNELS * _LINE  # the barrier that exchange() uses
 _PROGRESS = _EXCHANGE + _LINE  # the rank's progress in a collective
-_TEXTS = _PROGRESS + _LINE  # two texts, used in turn
+_TEXTS = _PROGRESS + _LINE  # two buffers for texts, used alternately
 assert _TEXTS + 2 * _TEXT <= _PAGE
 
 # Copying up to this number of bytes takes less time than releasing the GIL.
@@ -43,7 +43,7 @@ _SMALL = 32 << 10
 # A wait returns to Python at this interval, to handle Ctrl-C and to check that the peers are alive.
 SLICE_SECONDS = 0.1
 
-# Heaps that were not closed stay mapped: peers and the backend's collectives may still use them.
+# Heaps that were not closed. They stay mapped, because peers and collectives may still use them.
 _open: set["CpuMemory"] = set()
 
 
@@ -115,7 +115,7 @@ class CpuMemory:
         self.collectives.close()
         if self._backend is not None and self._backend == native_group(self._group):
             self._core.tutti_group_remove_block(self._backend, self.number)
-        # A segment is unmapped when the last tensor in it is gone.
+        # A segment is unmapped when the last tensor that uses it is deleted.
         self._blocks.clear()
 
     # ---- Bytes ----
@@ -223,7 +223,7 @@ class CpuMemory:
             error = self.lost_peer_error(what, watched)
             if error is not None and self.load(address) < value:
                 raise error
-            # 0 must not be passed to the core, where it means to wait forever.
+            # A timeout of 0 must not be passed to the core, which would then wait forever.
             remaining = min(deadline - time.monotonic(), SLICE_SECONDS)
             if remaining <= 0:
                 if self.load(address) >= value:
@@ -244,7 +244,7 @@ class CpuMemory:
         is_alive = self._core.tutti_segment_owner_lives
         dead = [peer for peer in ranks if not is_alive(self._segments[peer])]
         left = [peer for peer in ranks if self.load(self._pages[peer] + _LEFT)]
-        # Report deaths first: a rank may have left because another rank died.
+        # Report dead ranks first, because another rank may have left only after a rank died.
         for peer in dead:
             if peer not in left:
                 return lost_peer(native.PeerDied, peer, waiting_for)
@@ -261,9 +261,10 @@ class CpuMemory:
         HeapRendezvous.check_same_calls(self.exchange(call, call))
 
     def exchange(self, text: str, what: str) -> list[str]:
-        """Return the texts of all ranks, in rank order. Longer texts are cut to 511 bytes."""
-        # Two buffers are used in turn. Before a rank writes to a buffer again, it has passed the
-        # barrier of the other buffer, which all ranks entered after they had read this buffer.
+        """Return the texts of all ranks, in rank order. Texts are cut to 511 bytes."""
+        # Two buffers are used alternately. Before a rank writes to a buffer again, it has passed
+        # the barrier of the exchange with the other buffer. All ranks entered that barrier after
+        # they had read this buffer, so no rank still reads this buffer.
         at = _TEXTS + _TEXT * (self._exchanges % 2)
         self._exchanges += 1
         encoded = text.encode()[: _TEXT - 1] + b"\0"
@@ -279,7 +280,7 @@ class CpuMemory:
             self.wait_for_peer(peer, self._pages[peer] + line, count, what)
 
     def mark_unusable(self, error: BaseException) -> None:
-        """Record that no further collective is possible, because barrier counts may differ now."""
+        """Refuse further collectives, because barrier counts may now differ between ranks."""
         self._broken = f"{type(error).__name__}: {error}"
 
     @property
@@ -304,8 +305,8 @@ def _open_segments(
 ) -> list[Any]:
     """Return the segments of all ranks, in rank order, or raise the same error on all ranks.
 
-    Two ranks share a host if each rank can open the segment of its peer and reads there the random
-    number that the peer wrote.
+    Two ranks are on the same host if each rank can open the segment of the other rank and finds the
+    other rank's random token in it.
     """
     own_segment = core.tutti_segment_create(f"heap {rendezvous.number}".encode(), segment_bytes)
     token, fd, failure = secrets.randbits(62), -1, None
@@ -327,7 +328,7 @@ def _open_segments(
             segments[rank] = opened
             read = ctypes.c_uint64.from_address(core.tutti_segment_base(opened)).value
             if read != peer["token"]:
-                why = "its pid belongs to another process"
+                why = "on this host, this pid belongs to another process"
                 failure = _unreachable(ranks, rendezvous.rank, rank, why)
         for text in rendezvous.exchange(failure):
             if text is not None:
@@ -350,8 +351,8 @@ def _as_buffer(core: Any, segment: Any, bytes: int) -> Any:
         _length_ = bytes
 
     buffer = Mapping.from_address(core.tutti_segment_base(segment))
-    # At the interpreter's exit tensors may still be in use, so the segment is left mapped, and the
-    # kernel unmaps it when the process ends.
+    # At interpreter exit, tensors may still be in use. The segment therefore stays mapped until the
+    # kernel unmaps it at the end of the process.
     weakref.finalize(buffer, core.tutti_segment_close, segment).atexit = False
     return buffer
 

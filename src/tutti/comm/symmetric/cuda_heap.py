@@ -5,14 +5,15 @@ kernel on the same stream stores the signal with a system-scope release. A wait 
 acquire. So work that is enqueued after the wait, on the same stream, sees the data of the put. Two
 streams of one rank are ordered only if the caller orders them by CUDA events.
 
-A wait runs on the GPU and cannot raise an exception. After its timeout the wait sets a flag and
-lets the stream continue; the next call on the heap raises Timeout, or PeerDied if the process of a
+A wait runs on the GPU and cannot raise an exception. After its timeout, the wait sets a flag and
+lets the stream continue. The next call on the heap raises Timeout, or PeerDied if the process of a
 rank has ended.
-Kernels that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti
-run --ranks-per-gpu`), because without MPS the GPU runs one rank at a time, for milliseconds each.
-CUDA loads a kernel at its first use, and loading may wait until all running kernels have finished.
-If a running kernel waits for data that the new kernel sends, both kernels block. To prevent this,
-run the sending kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
+
+Kernels that wait for each other must run at the same time. Ranks that share a GPU therefore need
+MPS (`tutti run --ranks-per-gpu`). Without MPS, the GPU runs one rank at a time, for milliseconds
+each. CUDA loads a kernel at its first use, and loading may wait until all running kernels have
+finished. If a running kernel waits for data that the new kernel sends, both kernels wait forever.
+To prevent this, run the sending kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import ctypes
@@ -57,10 +58,11 @@ class CudaMemory:
         with torch.cuda.device(device):
             # add() writes the previous value of a word here, and nothing reads it.
             self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
-            # The flag is in host memory, so that the host can read it without waiting for the GPU.
+            # The flag that a timed-out wait sets. It is in host memory, so that the host can read
+            # it without waiting for the GPU.
             self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
-            self._waits: dict[int, str] = {}  # descriptions of waits, by the number of the wait
+            self._waits: dict[int, str] = {}  # the description of each wait, by its number
             self._wait_count = 0
             self._broken: str | None = None
             self._pids: list[int | None] = []  # the pid of each rank; None for other hosts
@@ -109,8 +111,8 @@ class CudaMemory:
             self._compile_kernels()
         except Exception as error:
             failure = (
-                f"its kernels do not compile or run ({type(error).__name__}: {error}). Triton "
-                "needs a C compiler"
+                f"the Triton kernels do not compile or run ({type(error).__name__}: {error}). "
+                "Triton needs a C compiler"
             )
         properties = torch.cuda.get_device_properties(self.device)
         gpu = str(getattr(properties, "uuid", f"{socket.gethostname()}:{self.device}"))
@@ -122,8 +124,8 @@ class CudaMemory:
         scratch = torch.zeros(3, dtype=torch.int64, device=self.device)
         word = scratch.data_ptr()
         scratch[0] = word
-        self._launch_barrier(word + table, 0, 1, arrival, count, 10.0, "itself")
-        self._launch_wait(word + arrival, 1, 10.0, "itself")
+        self._launch_barrier(word + table, 0, 1, arrival, count, 10.0, "a kernel test")
+        self._launch_wait(word + arrival, 1, 10.0, "a kernel test")
         self.store(word, 1)
         self.add(word, 1)
         self.compare_swap(word, 2, 3)
@@ -175,7 +177,7 @@ class CudaMemory:
         self.check()
         self.gets += 1
         self.get_bytes += bytes
-        # A copy to the host is complete on return, as everywhere in torch.
+        # If `out` is on the host, copy_() returns when the copy is complete.
         out.copy_(self.view(source, offset, tuple(out.shape), out.dtype))
 
     def put_signal(
@@ -223,7 +225,7 @@ class CudaMemory:
     # ---- Order and barriers ----
 
     def fence(self) -> None:
-        """Do nothing: a stream keeps its order, and every signal is a system-scope release."""
+        """Do nothing: streams keep their order, and every signal is a system-scope release."""
 
     def quiet(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
@@ -318,7 +320,7 @@ def _signed(value: int) -> int:
 
 
 def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
-    """Select torch's backend of symmetric memory. torch allows this only before the first use."""
+    """Select torch's symmetric-memory backend. torch allows this only before the first use."""
     wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
     now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
     if now == wanted or (now is None and wanted == "CUDA"):  # torch's default

@@ -1,9 +1,9 @@
 """Triton kernels on device memory of other ranks: signals on 64-bit words, atomic row additions.
 
-Every access that orders other accesses is an atomic at system scope: a release if it publishes
-earlier writes, an acquire if it observes what other ranks published. Writes of earlier kernels and
-copies on the stream precede the kernel, so a release in the kernel also publishes them. A word is
-passed as an address, because it may be in the memory of another process.
+Every synchronizing access is an atomic operation at system scope: a release if it publishes earlier
+writes, an acquire if it reads what other ranks published. Writes by earlier kernels and copies on
+the stream precede the kernel, so a release in the kernel also publishes these writes. A word is
+passed as an address, because it may be in the memory of another rank.
 """
 # Triton compiles these functions from their source: parameters have Triton's types, not Python's.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
@@ -48,7 +48,7 @@ def _now():
 
 @triton.jit
 def _await(word, at_least, start, limit_ns):
-    """Load the word until it reaches `at_least` or the time is over. Return the last value."""
+    """Load the word until it reaches `at_least` or the time limit. Return the last value."""
     value = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     while (value < at_least) & (_now() - start < limit_ns):
         value = tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -59,8 +59,8 @@ def _await(word, at_least, start, limit_ns):
 def wait_for_word(address, at_least, limit_ns, failed, number):
     """Wait until a word is at least `at_least`.
 
-    If the wait times out, the kernel writes `number`, by which the host identifies this wait, to
-    the word at address `failed`, and the stream continues.
+    If the wait times out, the kernel writes `number` to the word at address `failed` and ends, so
+    that the stream continues. The host identifies the wait by `number`.
     """
     word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
     wanted = at_least.to(tl.int64)
@@ -77,9 +77,9 @@ def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, number)
     """Wait until all ranks have launched this kernel.
 
     `bases` is the address of a table with the base address of each rank's block. `arrivals` and
-    `count` are offsets in a block. At `arrivals` a block has one word per rank, to which that rank
-    writes its barrier count. At `count` a rank keeps its own barrier count. The count is in device
-    memory, so that the kernel can be part of a CUDA graph.
+    `count` are offsets in a block. At `arrivals`, a block has one word per rank, and each rank
+    writes its barrier count to its word in all blocks. At `count`, a rank keeps its own barrier
+    count. This count is in device memory, so that the kernel can be part of a CUDA graph.
     """
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
     own_base = tl.load(table + rank)
@@ -106,7 +106,7 @@ def _add_rows(table, rows, values, columns, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     value = tl.load(values + tl.program_id(0).to(tl.int64) * columns + column, mask=inside)
-    # torch's index_add_ is atomic within one GPU only; peers may add from another GPU.
+    # torch's index_add_ is atomic only within one GPU, but peers may add from another GPU.
     tl.atomic_add(table + row * columns + column, value, mask=inside, sem="relaxed", scope="sys")
 
 

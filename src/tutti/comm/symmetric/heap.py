@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Heap:
-    """A block of `bytes` bytes on each rank of `group` (default: all ranks), shared by all ranks.
+    """A block of `bytes` bytes on each rank of `group`. Every rank can read and write all blocks.
 
         with symmetric.Heap(bytes=1 << 20) as heap:
             t = heap.zeros(1024)
@@ -25,20 +25,21 @@ class Heap:
             heap.wait()                      # the previous rank has put its ones into t.local
             print(t.local.sum())
 
-    These calls are collective (all ranks make them in the same order): creating and closing the
-    heap, `empty`, `zeros`, `counters`, `free`, `barrier`. Differences between ranks raise
-    RanksDiffer. All other calls are one-sided: the peer need not do anything. A heap that is not
-    closed exists until its process ends; its memory is then freed.
+    These calls are collective, so all ranks must make them in the same order: creating and closing
+    the heap, `empty`, `zeros`, `counters`, `free`, `barrier`. If the calls differ between ranks,
+    they raise RanksDiffer. All other calls are one-sided: the peer does not take part. A heap that
+    is not closed exists until its process ends. Its memory is then freed.
 
-    `device` is cpu or cuda. By default, it is cuda if the group has NCCL, and cpu otherwise.
-    `backend` is "shm" (shared memory on one host, for cpu), "cuda" (torch's symmetric memory),
-    "nvshmem" (torch's NVSHMEM) or "auto" (the first backend for the device). The attribute `reason`
-    explains the choice. `signals` is the number of signal slots of each rank: 64-bit words that
-    other ranks set to announce data, and that the rank waits for. `timeout` is the default timeout
-    of waits, in seconds.
+    `group` is the group of ranks, by default all ranks. `device` is "cpu" or "cuda". The default is
+    "cuda" if the group has NCCL, and "cpu" otherwise. `backend` is "shm" (shared memory on one
+    host, for "cpu"), "cuda" (torch's symmetric memory), "nvshmem" (torch's NVSHMEM) or "auto" (the
+    first backend for the device). The attribute `reason` explains the choice. `signals` is the
+    number of signal slots of each rank. A signal slot is a 64-bit word. Other ranks set it to
+    announce data, and its owner waits for a value. `timeout` is the default timeout of waits, in
+    seconds.
 
     On the CPU, calls take effect immediately. On CUDA, calls are enqueued on the current stream and
-    run in stream order; calls that return a number wait for the stream.
+    run in stream order. Calls that return a number wait for the stream.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Heap:
         timeout: float = 30.0,
     ) -> None:
         if not dist.is_initialized():
-            raise UsageError("a heap needs a world: call tutti.init() first")
+            raise UsageError("a heap needs a process group: call tutti.init() first")
         self.group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         if bytes < 1 or signals < 1:
             raise UsageError(f"bytes and signals must be at least 1, got {bytes} and {signals}")
@@ -75,20 +76,20 @@ class Heap:
     def empty(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     ) -> SymmetricTensor:
-        """Create a tensor on every rank, without initialising it, and return this rank's tensor."""
+        """Create an uninitialized tensor on every rank, and return this rank's tensor."""
         return self._tensor("empty", shape, dtype, zero=False)
 
     def zeros(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     ) -> SymmetricTensor:
-        """Like `empty`, but when the call returns, the tensors of all ranks are zeroed."""
+        """Like `empty`, but all ranks' tensors are filled with zeros when the call returns."""
         return self._tensor("zeros", shape, dtype, zero=True)
 
     def counters(self, count: int, *, spacing: int = 64) -> Counters:
         """Create zeroed 64-bit counters on every rank, `spacing` bytes apart, and return them.
 
-        With the default of 64, each counter has its own cache line, which is faster if many ranks
-        change the counters.
+        With the default spacing of 64, each counter has its own cache line. This is faster if many
+        ranks change the counters.
         """
         if count < 1 or spacing < 8 or spacing % 8:
             raise UsageError(
@@ -100,7 +101,7 @@ class Heap:
         return counters
 
     def free(self, target: "HeapObject") -> None:
-        """Free a tensor or counters. All ranks must call this. Existing views become invalid."""
+        """Free a tensor or counters on all ranks (collective). Existing views become invalid."""
         name = f"counters at {target.offset}"
         if isinstance(target, SymmetricTensor):
             name = f"tensor {tuple(target.shape)} {target.dtype} at {target.offset}"
@@ -145,11 +146,11 @@ class Heap:
         """Wait until signal `slot` of this rank is at least `at_least`.
 
         After the wait, this rank sees all puts that the sender made before its signal. `source` is
-        the rank that is expected to signal, or None for any rank. Raises Timeout, or PeerDied or
-        PeerLeft if rank `source` (any rank, if None) dies or closes the heap. A wait does not reset
-        the slot: use increasing values, or reset the slot by a signal with value 0 to this rank
-        itself. On CUDA the stream waits instead of the caller, and a later call on the heap raises
-        the error.
+        the rank that is expected to signal, or None for any rank. Raises Timeout after `timeout`
+        seconds. Raises PeerDied or PeerLeft if rank `source` dies or closes the heap, or, if
+        `source` is None, if any rank does. A wait does not reset the slot: use increasing values,
+        or reset the slot with `heap.signal(heap.rank, slot, 0)`. On CUDA, the current stream waits
+        instead of the host, and a later call on the heap raises the error.
         """
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
@@ -171,9 +172,9 @@ class Heap:
         self.memory.quiet()
 
     def barrier(self, channel: int = 0) -> None:
-        """Wait until all ranks have called `barrier`; then every rank sees all earlier writes.
+        """Wait until all ranks have called `barrier`. Then every rank sees all earlier writes.
 
-        Threads or streams that synchronise independently of each other use different channels.
+        Threads or streams that synchronize independently of each other must use different channels.
         """
         if not 0 <= channel < CHANNELS:
             raise UsageError(f"channel must be 0 to {CHANNELS - 1}, got {channel}")
@@ -197,7 +198,7 @@ class Heap:
         }
 
     def close(self) -> None:
-        """Close the heap. All ranks must call this together; a second call does nothing."""
+        """Close the heap on all ranks (collective). A second call does nothing."""
         if self.closed:
             return
         try:
@@ -260,10 +261,10 @@ class Heap:
 
     def refuse_rank(self, rank: int) -> NoReturn:
         """Raise the error for a rank that the heap does not have."""
-        raise UsageError(f"rank {rank} is not in the heap: its ranks are 0 to {self.size - 1}")
+        raise UsageError(f"rank {rank} is not in the heap: the heap has ranks 0 to {self.size - 1}")
 
     def refuse_signal(self, slot: int, op: str = "set") -> NoReturn:
-        """Raise the error for a wrong slot or operation of a signal."""
+        """Raise the error for a signal with a wrong slot or operation."""
         if op not in ("set", "add"):
             raise UsageError(f"op must be 'set' or 'add', got {op!r}")
         raise UsageError(
@@ -356,7 +357,7 @@ class Allocator:
     def __init__(self, bytes: int, alignment: int = 64) -> None:
         self.bytes = bytes
         self.alignment = alignment
-        self.taken: dict[int, int] = {}  # the size in bytes of each allocation, by offset
+        self.taken: dict[int, int] = {}  # keys: offsets; values: sizes in bytes
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), sorted, never adjacent
 
     def rounded(self, bytes: int) -> int:
@@ -380,8 +381,8 @@ class Allocator:
             return offset
         raise UsageError(
             f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes, "
-            f"{self.free_bytes} are free, at most {self.largest_gap} contiguous. Create the heap "
-            f"with bytes={self.bytes + rounded} or more, or free tensors that are not needed"
+            f"{self.free_bytes} are free, and the largest free block has {self.largest_gap}. "
+            f"Create the heap with bytes={self.bytes + rounded} or more, or free other tensors"
         )
 
     def free(self, offset: int) -> None:

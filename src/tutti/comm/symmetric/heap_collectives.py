@@ -1,4 +1,4 @@
-"""Collectives on symmetric tensors: every rank reads the other ranks' memory; nothing is sent.
+"""Collectives on symmetric tensors. Every rank directly reads the memory of the other ranks.
 
 all_reduce_staged reduces ordinary tensors through a symmetric buffer, for small tensors on GPUs.
 """
@@ -27,11 +27,11 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduce `t` over all ranks of its heap, in place unless `out` is given, and return the result.
 
-    `op` is sum, mean, product, min, max, band, bor or bxor. All ranks get the same bits. In the
-    algorithm one_shot, every rank reads the tensors of all ranks (for small tensors). In two_shot,
-    each rank reduces one part and reads the reduced parts of the other ranks (for large tensors).
-    In ring, each rank passes sums to its neighbour. The default, auto, chooses by size. All
-    algorithms except ring add in rank order, and so have the same result.
+    `op` is sum, mean, product, min, max, band, bor or bxor. The result is bitwise equal on all
+    ranks. With algorithm "one_shot", every rank reads the tensors of all ranks (for small tensors).
+    With "two_shot", each rank reduces one part and reads the reduced parts of the other ranks (for
+    large tensors). With "ring", each rank passes partial results to its neighbour. "auto" chooses
+    by size. All algorithms except "ring" reduce in rank order, so their results are equal.
 
     `out` may be any tensor with the shape and dtype of `t`. For two_shot and ring, `out` must be a
     symmetric tensor of the same heap, because peers read it. All ranks must call this function. A
@@ -121,10 +121,10 @@ def check_reduction(dtype: torch.dtype, op: str) -> None:
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
     if dtype.is_floating_point and op in ("band", "bor", "bxor"):
-        raise UsageError(f"op={op!r} is not defined for {dtype}: use it with integers")
+        raise UsageError(f"op={op!r} is not defined for {dtype}: use an integer dtype")
     if not dtype.is_floating_point and op == "mean":
         raise UsageError(
-            f"op='mean' of {dtype} would round the result: use sum, or a floating-point tensor"
+            f"op='mean' of {dtype} would round the result: use op='sum' or a float tensor"
         )
 
 
@@ -165,7 +165,7 @@ def all_reduce_staged(
     """
     world = dist.group.WORLD if group is None else group
     if world is None:
-        raise UsageError("all_reduce_staged needs a world: call tutti.init() first")
+        raise UsageError("all_reduce_staged needs a process group: call tutti.init() first")
     key = (world.group_name, tensor.device)
     stage = _stages.get(key)
     if stage is None or stage.heap.group is not world:  # an earlier group had the same name
@@ -213,5 +213,5 @@ class Stage:
         return tensor
 
     def close(self) -> None:
-        """Free the buffer. All ranks must call this together."""
+        """Free the buffer on all ranks (collective)."""
         self.heap.close()

@@ -42,8 +42,8 @@ class HeapRendezvous:
         self.size = group.size()
         self._timeout = timeout
         store = distributed_c10d._get_process_group_store(group)
-        # Each rank counts its own heaps. The count is part of the keys, so every heap has its own
-        # keys, which are the same on all ranks.
+        # Each rank counts its own heaps. The count is part of the keys, so each heap has its own
+        # keys. The count of a heap, and so its keys, are the same on all ranks.
         self.number = store.add(f"tutti/symmetric.Heap/count/{self.rank}", 1)
         self._store = dist.PrefixStore(f"tutti/symmetric.Heap/{self.number}", store)
         self._rounds = 0
@@ -91,7 +91,7 @@ class HeapRendezvous:
         return ranks
 
     def end(self) -> None:
-        """Delete this rank's last value from the store, after all ranks have read the value."""
+        """Delete this rank's last value from the store. Call this when all ranks have read it."""
         self._store.delete_key(f"{self._rounds}/{self.rank}")
 
     @staticmethod

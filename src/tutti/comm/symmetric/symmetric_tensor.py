@@ -41,7 +41,7 @@ class HeapObject:
             self.heap.free(self)
 
     def release(self, reason: str) -> None:
-        """Let every later use raise UsageError, because the memory was freed."""
+        """Make every later use of this object raise UsageError(reason)."""
         self.memory = cast("HeapMemory", Released(reason))
 
 
@@ -106,7 +106,8 @@ class SymmetricTensor(HeapObject):
         """Return a copy of `count` elements of rank `source`, starting at flat element `at`.
 
         The default of `count` is all remaining elements, or the number of elements of `out`.
-        Without `out`, a copy of the whole tensor has this tensor's shape; other copies are flat.
+        Without `out`, a copy of the whole tensor has this tensor's shape, and other copies are
+        flat.
         """
         if out is None:
             whole = count is None and at == 0
@@ -151,7 +152,7 @@ class SymmetricTensor(HeapObject):
 
     def _does_not_fit(self, other: torch.Tensor, at: int) -> NoReturn:
         if other.dtype is not self.dtype:
-            raise UsageError(f"the tensor holds {self.dtype}, not {other.dtype}: convert it first")
+            raise UsageError(f"the heap's tensor is {self.dtype}: convert the {other.dtype} tensor")
         raise UsageError(
             f"{other.numel()} elements at {at} end beyond the tensor's {self.count} elements"
         )
@@ -160,9 +161,9 @@ class SymmetricTensor(HeapObject):
 class Counters(HeapObject):
     """`count` unsigned 64-bit counters per rank, initially zero, `spacing` bytes apart.
 
-    `at` is the rank whose counter is used. None means this rank. Every change is an atomic release
-    and acquire: a rank that reads the new value also sees everything that the changing rank wrote
-    before the change.
+    In all methods, `at` is the rank whose counter is used. None means this rank. Every change is an
+    atomic operation with release and acquire order: a rank that reads the new value also sees
+    everything that the changing rank wrote before the change.
     """
 
     def __init__(self, heap: "Heap", offset: int, count: int, spacing: int) -> None:
