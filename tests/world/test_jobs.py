@@ -36,7 +36,7 @@ def test_a_slurm_script_is_readable() -> None:
         "set -euo pipefail\n"
         "\n"
         "# 16 ranks. tutti reads rank, node and master from srun's variables.\n"
-        "# A rank that fails ends the step. Otherwise the other ranks would wait for it.\n"
+        "# If a rank fails, srun ends all ranks. Otherwise they would wait for the failed rank.\n"
         "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --lr=1\n"
     )
 

@@ -204,6 +204,6 @@ def test_a_rank_with_another_version_is_named() -> None:
     infos = [info(r, 3) for r in range(3)]
     infos[2] = replace(infos[2], versions={**infos[2].versions, "torch": "2.11.0"})
     with pytest.raises(
-        RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, but the other 2 have"
+        RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, but the other 2 ranks have"
     ):
         refuse_different_versions(infos)

@@ -1,1 +1,1 @@
-"""Launchers, rendezvous, placement, liveness and supervision of ranks."""
+"""Launchers, rendezvous, rank placement, failure detection and supervision of local ranks."""

@@ -1,4 +1,4 @@
-"""Errors that a user can correct, with one-line messages, and default timeouts."""
+"""Exceptions whose message is printed without a traceback, and the default timeouts."""
 
 import difflib
 import re
@@ -8,19 +8,22 @@ from typing import Any
 # Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
 # pull container images and mount file systems.
 START_TIMEOUT = 300.0
-# Seconds after which a collective fails. No step and no checkpoint should take longer. liveness.py
-# detects the death of a rank sooner.
+# Seconds after which a collective fails, longer than any expected step or checkpoint. If a rank
+# dies, liveness.py detects this at once, without a wait for this timeout.
 TIMEOUT = 600.0
 
 
 class UsageError(Exception):
-    """A wrong flag, variable or setup. Commands print the message as one line and exit with 2."""
+    """A mistake that the user can correct, such as a wrong flag or environment variable.
+
+    Commands print the message as one line and exit with code 2.
+    """
 
     printed = False  # whether the message has been printed
 
 
 class RanksDiffer(Exception):
-    """Versions, recipe or parameters differ between ranks. The message names a differing rank."""
+    """Versions, recipe, dataset or parameters differ between ranks. The message names a rank."""
 
     printed = False
 
@@ -28,8 +31,8 @@ class RanksDiffer(Exception):
 class OutOfMemory(Exception):
     """A rank is out of memory.
 
-    The first line of the message names the cause. Further lines name flags that would
-    make the run fit into memory.
+    The first line of the message names the cause. The other lines name flags with which the run
+    would fit into memory.
     """
 
     printed = False
@@ -44,7 +47,7 @@ EXPLAINED_ERRORS = (UsageError, RanksDiffer, OutOfMemory)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a "no such name" message: the closest known name, or all known names."""
+    """Return the hint of an "unknown name" message: the closest known name, or all known names."""
     names = list(known)
     close = closest_name(name, names)
     return f"choose from {', '.join(names)}." if close is None else f"did you mean {close}?"
@@ -63,9 +66,9 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def checked_seconds(name: str, value: float | str, example: float = 600) -> float:
-    """Return `value` as a number of seconds. Raise UsageError unless it is above 0.
+    """Return `value` as a number of seconds. Raise UsageError unless it is above 0 and below 1e7.
 
-    `name` is the flag, argument or environment variable that the error message names.
+    `name` is the flag, argument or environment variable. The error message contains it.
     """
     try:
         seconds = float(value)

@@ -1,7 +1,7 @@
-"""Exchanges small values between ranks as JSON, and checks that recipe and model are the same.
+"""Exchanges small JSON values between ranks, and checks that ranks have the same recipe and model.
 
-torch's object collectives unpickle the bytes that a peer sent, which lets the peer run code in this
-process. Parsing JSON runs no code of the peer.
+torch's object collectives unpickle the bytes that a peer has sent. Unpickling can run code that the
+peer chose, and parsing JSON cannot.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def gather_json(value: Any) -> list[Any]:
     length = torch.tensor([len(text)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
-    # all_gather needs texts of the same length. JSON may end with spaces, so spaces are appended.
+    # all_gather needs tensors of the same length. Pad with spaces, which JSON allows at the end.
     padded = bytearray(text.ljust(int(max(lengths))))
     buffer = torch.frombuffer(padded, dtype=torch.uint8)
     texts = [torch.empty_like(buffer) for _ in lengths]
@@ -38,7 +38,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 class RanksMissing(Exception):
-    """The ranks in `ranks` wrote no value within the timeout."""
+    """Raised by `gather_json_from_store`: `ranks` wrote no value within the timeout."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(f"rank {', '.join(map(str, ranks))} wrote no value")
@@ -53,10 +53,11 @@ def name_ranks(ranks: list[int]) -> str:
 def gather_json_from_store(
     store: dist.Store, key: str, value: Any, rank: int, size: int, timeout: float
 ) -> list[Any]:
-    """Return every rank's value, in rank order, exchanged through `store` without a process group.
+    """Return every rank's value, in rank order, through `store` instead of a process group.
 
     All ranks must pass the same `key`, and each call needs a new key. The call is also a barrier:
-    no rank returns before all ranks have written. Raise RanksMissing after `timeout` seconds.
+    no rank returns before all ranks have written their values. Raise RanksMissing after `timeout`
+    seconds.
     """
     keys = [f"{key}/{peer}" for peer in range(size)]
     store.set(keys[rank], json.dumps(value))
@@ -71,7 +72,7 @@ def gather_json_from_store(
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-_CHUNK_ELEMENTS = 1 << 20  # hashing takes about 32 bytes of memory per element of a chunk
+_CHUNK_ELEMENTS = 1 << 20  # hashing needs about 32 bytes of memory per element of a chunk
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _SHOWN_CHARACTERS = 12
 _CURES = {
@@ -90,11 +91,11 @@ def check_same(
     dataset: Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
 ) -> None:
-    """Raise RanksDiffer, naming the rank that differs, unless all ranks have the same values.
+    """Raise RanksDiffer, which names the rank that differs, unless all ranks pass equal arguments.
 
-    `recipe` and `dataset` may have any JSON values. The parameters and buffers of `model` are
-    compared by a hash of their bits. All ranks must call check_same. The versions of torch and
-    tutti are not compared here, because tutti.init() compares them.
+    All ranks must call this function. `recipe` and `dataset` may have any JSON values. The
+    parameters and buffers of `model` are compared by a hash of their bits. The versions of torch
+    and tutti are compared in tutti.init(), not here.
     """
     contents: dict[str, dict[str, str]] = {}
     for item, described in (("recipe", recipe), ("dataset", dataset)):
@@ -114,8 +115,8 @@ def check_same(
         different = [rank for rank, value in enumerate(by_rank) if value != usual]
         if not different:
             continue
-        # All ranks gathered the same hashes, so all ranks reach this line and can exchange the full
-        # content.
+        # All ranks have the same `hashes`, so all ranks reach this line and take part in this
+        # collective.
         all_contents = gather_json([world.host, content])
         host, values = all_contents[different[0]]
         expected = all_contents[by_rank.index(usual)][1]
@@ -132,7 +133,7 @@ def check_same(
 
 
 def _both(value: str | None, expected: str | None) -> str:
-    """Return the two values as text for a message, or "" for long values such as hashes."""
+    """Return both values as text for the error message, or "" for long values such as hashes."""
     longest = max(len(str(value)), len(str(expected)))
     return f" ({value}, others {expected})" if longest <= _SHOWN_CHARACTERS else ""
 
@@ -144,11 +145,11 @@ def _hash_text(text: str) -> int:
 def hash_tensor(tensor: torch.Tensor) -> int:
     """Return a 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
 
-    Each element's bits are multiplied by an odd number that depends on its position, and the
-    products are summed modulo 2^64. Integer sums do not depend on the order of summation, which
-    varies on GPUs.
+    Each element's bits are multiplied by an odd number that depends on the element's position. The
+    products are summed modulo 2^64. The order of summation varies on GPUs, but it does not change
+    an integer sum.
     """
-    if tensor.is_meta:  # there are no values yet, so only shape and dtype can differ
+    if tensor.is_meta:  # a meta tensor has no values, so only shape and dtype are hashed
         return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} meta")
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     total = 0

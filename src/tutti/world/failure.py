@@ -1,8 +1,8 @@
 """If one rank fails, all ranks end within seconds, and the output names the rank that failed.
 
-liveness.py detects which rank failed, died or left. The rank that failed first prints its error,
-and the other ranks print one line. A rank that cannot end by itself, because it is in a collective
-that will never complete, is ended after a short grace period.
+liveness.py detects which rank failed, died or ended normally. The rank that failed first prints its
+error. Each other rank prints one line that names the failed rank. A rank that waits in a collective
+that will never complete cannot end normally, so its process is ended after a few seconds.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from tutti.measure.files import write_atomically
 from tutti.world.errors import EXPLAINED_ERRORS
 from tutti.world.liveness import Failure, Liveness
 
-# How long the main thread of a rank may take to end once the world has failed.
+# After a rank has failed, the time for the main threads of the other ranks to end.
 _GRACE_SECONDS = 3.0
-# How long to wait for liveness to report the failed rank after a connection was lost.
+# After a connection was lost, the time to wait until liveness reports the failed rank.
 _REPORT_SECONDS = 2.0
 
-# Errors of torch's backends when the other end of a connection is gone.
+# Error messages of torch's backends after the peer of a connection has ended.
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|pair closure|remote process"
     r"|communicator was aborted|recvvalue failed|failed to recv|connection was likely closed"
@@ -39,13 +39,13 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class FailureHandler:
-    """Ends this rank when it or another rank fails. Does nothing in a world of one rank."""
+    """Ends this rank when a rank fails. Does nothing in a world of one rank."""
 
     def __init__(self, rank: int, host: str, report: Path | None) -> None:
         self.failed = False
         self.liveness: Liveness | None = None  # set if the world has more than one rank
         self._rank, self._host, self._name = rank, host, f"rank {rank} on {host}"
-        self._report = report  # the file from which `tutti run` reads this rank's failure
+        self._report = report  # the file of this rank's failure report, which `tutti run` reads
         self._handled: BaseException | None = None
         self._closed = False
         self._previous_hook: _Hook = sys.excepthook
@@ -53,14 +53,14 @@ class FailureHandler:
     def install_hook(self, previous: _Hook) -> None:
         """Install a sys.excepthook that handles uncaught exceptions. `stop` restores `previous`.
 
-        init_process_group must be called before this method. Otherwise the hook that
-        init_process_group installs would suppress the output of this hook.
+        Call this method after init_process_group, which also installs a hook. In the opposite
+        order, the hook of init_process_group would suppress the output of this hook.
         """
         self._previous_hook = previous
         sys.excepthook = self._uncaught if self.liveness else print_usage_errors(previous)
 
     def stop(self) -> None:
-        """Announce that this rank leaves. Rank 0 also waits until all other ranks have left."""
+        """Announce that this rank ends. Rank 0 also waits until all other ranks have ended."""
         liveness = self.liveness
         if self._closed or liveness is None:
             return
@@ -69,7 +69,8 @@ class FailureHandler:
             sys.excepthook = self._previous_hook
         first = liveness.first_failure
         if first is not None and first.rank != self._rank:
-            # The failed rank must end first, because launchers report the first process that ends.
+            # Wait until the failed rank has ended, because launchers report the process that ends
+            # first as the failed one.
             liveness.wait(lambda: first.rank in liveness.disconnected_ranks, _REPORT_SECONDS)
         liveness.leave()
 
@@ -81,7 +82,7 @@ class FailureHandler:
         if error is self._handled or self.liveness is None or self._closed:
             return
         self._handled, self.failed = error, True
-        if isinstance(error, KeyboardInterrupt):  # every rank was interrupted and none has failed
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks, and no rank has failed
             print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
             return
         details, code = "", None
@@ -105,8 +106,11 @@ class FailureHandler:
         self._write_report(first, details, code)
 
     def on_failure(self, first: Failure) -> None:
-        """Called in a thread after a failure. End the process if the main thread does not end."""
-        # In most cases the main thread now fails by itself, with a better message than this method.
+        """End this process a few seconds after the first failure, unless it ends before.
+
+        Called in a new thread, in which os._exit works even if the main thread is blocked.
+        """
+        # In most cases the main thread fails during this sleep, with a more precise message.
         time.sleep(_GRACE_SECONDS)
         if self._closed:
             return
@@ -125,7 +129,7 @@ class FailureHandler:
             raise SystemExit(2)
 
     def _cause(self, error: BaseException, liveness: Liveness) -> Failure | None:
-        """Return another rank's failure that caused this rank's error, or None."""
+        """Return the failure that caused this rank's error, or None if this rank failed first."""
         if not _LOST_PEER.search(str(error)):
             return liveness.first_failure
         # A connection was lost, so wait until liveness reports which rank failed.
@@ -145,23 +149,23 @@ class FailureHandler:
         print(f"{self._name} stopped{text}", file=sys.stderr, flush=True)
 
     def _write_report(self, first: Failure, details: str, code: int | None = None) -> None:
-        """Write the report for `tutti run`. `code` is the exit code that the program asked for."""
+        """Write the failure report for `tutti run`. `code` is the argument of sys.exit, if any."""
         if self._report is not None:
             report = {**asdict(first), "details": details, "code": code}
-            with contextlib.suppress(OSError):  # the launcher has ended and removed its directory
+            with contextlib.suppress(OSError):  # the launcher may have removed the directory
                 write_atomically(self._report, json.dumps(report))
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
+    """Return the type of an exception and the first line of its message."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    if isinstance(error, SyntaxError):  # the lines before the message show the position
+    if isinstance(error, SyntaxError):  # its message follows lines that show the source position
         return lines[-1]
     return lines[0] + " …" * (len(lines) > 1)
 
 
 def print_usage_errors(hook: _Hook) -> _Hook:
-    """Return an excepthook that prints the message of an explained error and exits with 2.
+    """Return an excepthook that handles EXPLAINED_ERRORS: it prints the message and exits with 2.
 
     `hook` handles all other errors.
     """
@@ -173,7 +177,7 @@ def print_usage_errors(hook: _Hook) -> _Hook:
             hook(kind, error, where)
             return
         print(f"tutti: {error}", file=sys.stderr, flush=True)
-        if not hasattr(sys, "ps1"):  # an interactive session continues
+        if not hasattr(sys, "ps1"):  # an interactive interpreter has sys.ps1 and continues
             raise SystemExit(2)
 
     return excepthook
@@ -182,9 +186,9 @@ def print_usage_errors(hook: _Hook) -> _Hook:
 def first_error(lines: Sequence[str]) -> list[str]:
     """Return the lines of the first traceback in the output of ranks, or [] if there is none.
 
-    A traceback that reports the loss of a connection is a consequence of another rank's error. Such
-    a traceback is returned only if there is no other one. Lines of different ranks may alternate.
-    They are told apart by the prefixes of `tutti run` and torch, for example `[rank 1] [rank1]: `.
+    A traceback about a lost connection is a consequence of another rank's error, so it is returned
+    only if there is no other traceback. Lines of different ranks may alternate. The line prefixes
+    of `tutti run` and torch, for example `[rank 1] [rank1]: `, identify the rank of each line.
     """
     found: list[list[str]] = []
     last: dict[str, list[str]] = {}  # the last traceback of each prefix

@@ -1,7 +1,7 @@
 """NCCL settings and a private MPS daemon for several ranks on one GPU.
 
-Without MPS (NVIDIA's Multi-Process Service) kernels of different processes run in alternating time
-slices, and every wait of one rank for another costs milliseconds.
+Without MPS (NVIDIA's Multi-Process Service), the kernels of different processes run in alternating
+time slices. Each time that a rank waits for another rank, it then waits for milliseconds.
 """
 
 import os
@@ -19,19 +19,19 @@ _CONTROL = "nvidia-cuda-mps-control"
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
     """Return environment variables for ranks that share a GPU.
 
-    If some ranks of a world share a GPU, all ranks of the world set these variables, because all
-    ranks of an NCCL communicator must agree on the transports.
+    If any ranks of a world share a GPU, all ranks of the world must set these variables, because
+    all ranks of an NCCL communicator must use the same transports.
     """
     variables = {
-        # NCCL refuses two ranks on one GPU of one host. With a different host id each rank counts
-        # as a separate host, and the ranks communicate over sockets.
+        # NCCL refuses two ranks on the same GPU of a host. With a different host id per rank, NCCL
+        # treats each rank as a separate host, and the ranks communicate over sockets.
         "NCCL_HOSTID": f"tutti-rank{rank}",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Without expandable segments, the allocator of each rank reserves memory that the rank does
-        # not use and other processes on the GPU cannot use. Eight ranks that trained a model of
-        # 4.8 B parameters reserved 1 to 3 GiB each.
+        # Without expandable segments, each rank's allocator reserves more memory than the rank
+        # uses, and other ranks on the GPU cannot use this memory: 1 to 3 GiB per rank, measured
+        # with eight ranks and a model of 4.8 B parameters.
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if one_machine:
         variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -42,7 +42,7 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
 def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
     """Run a private MPS daemon during the block.
 
-    Yield the environment variables with which processes use the daemon, or {} if the daemon does
+    Yield the environment variables that connect a process to the daemon, or {} if the daemon does
     not start.
     """
     variables = {
@@ -54,7 +54,8 @@ def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
         if shutil.which(_CONTROL) is None:
             problem = f"{_CONTROL} is not installed"
         else:
-            # An interrupted start could leave processes that _stop_mps does not find.
+            # If a signal interrupted the start, processes that _stop_mps does not find could
+            # remain.
             with _signals_blocked():
                 try:
                     for folder in variables.values():
@@ -63,7 +64,7 @@ def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
                 except (subprocess.SubprocessError, OSError) as error:
                     problem = f"MPS does not start ({error})"
         if problem:
-            message = f"tutti run: {problem}, so ranks on one GPU run in time slices, which is slow"
+            message = f"tutti run: {problem}. Ranks on one GPU run in time slices, which is slow."
             print(message, file=sys.stderr, flush=True)
         yield {} if problem else variables
     finally:
@@ -72,7 +73,7 @@ def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
 
 
 def _stop_mps(variables: dict[str, str]) -> None:
-    """Stop the daemon and its servers, and kill the processes that are alive after 10 s."""
+    """Stop the daemon and its server processes. Kill those that are still alive after 10 s."""
     import psutil  # type: ignore[import-untyped]
 
     name = "CUDA_MPS_PIPE_DIRECTORY"
@@ -82,7 +83,7 @@ def _stop_mps(variables: dict[str, str]) -> None:
         if process.info["name"].startswith("nvidia-cuda-mps")
         and (process.info["environ"] or {}).get(name) == variables[name]
     ]
-    # The daemon may have ended already. Processes that remain are killed below.
+    # This call fails if the daemon has already ended. Processes that remain are killed below.
     with suppress(subprocess.SubprocessError, OSError):
         _control(variables, command="quit -t 5\n")
     for process in psutil.wait_procs(processes, timeout=10)[1]:

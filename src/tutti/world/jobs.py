@@ -1,7 +1,7 @@
-"""Cluster jobs as readable scripts: sbatch for Slurm, mpirun for MPI.
+"""Writes job scripts for clusters: sbatch scripts for Slurm, and mpirun scripts for MPI.
 
-Each argument of the command is quoted for the shell. There is no safe quoting for a value on an
-#SBATCH line, so the value may contain only characters without special meaning.
+Each argument of the command is quoted for the shell. A value on an #SBATCH line cannot be quoted
+safely, so such a value may contain only characters without a special meaning.
 """
 
 import re
@@ -19,9 +19,12 @@ def slurm_script(
     cpus_per_rank: int | None,
     directives: dict[str, str | None],
 ) -> str:
-    """Return an sbatch script. `directives` maps long flags to values, or to None for no flag."""
+    """Return an sbatch script. `directives` maps long sbatch flags to values, or None to omit."""
     if nodes < 1 or ranks_per_node < 1:
-        raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node: use 1 or more")
+        raise UsageError(
+            f"--nodes {nodes} with {ranks_per_node} ranks per node has no ranks. Both numbers must "
+            "be at least 1."
+        )
     # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job, so srun needs the
     # flag too.
     cpus = f" --cpus-per-task={cpus_per_rank}" if cpus_per_rank else ""
@@ -35,7 +38,9 @@ def slurm_script(
         if value is None:
             continue
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise UsageError(f"--sbatch must be a flag such as exclusive or mem=64G, got {name!r}")
+            raise UsageError(
+                f"--sbatch must be a flag of sbatch, such as exclusive or mem=64G, got {name!r}"
+            )
         if not re.fullmatch(r"[A-Za-z0-9._:,/@%+=\[\]-]*", value):
             raise UsageError(
                 f"--{name} may contain only letters, digits and .,_:/@%+=[]- on an #SBATCH line, "
@@ -47,7 +52,7 @@ def slurm_script(
         "set -euo pipefail",
         "",
         f"# {ranks} ranks. tutti reads rank, node and master from srun's variables.",
-        "# A rank that fails ends the step. Otherwise the other ranks would wait for it.",
+        "# If a rank fails, srun ends all ranks. Otherwise they would wait for the failed rank.",
         f"srun --kill-on-bad-exit=1{cpus} {shlex.join(command)}\n",
     ]
     return "\n".join(lines)
@@ -61,13 +66,14 @@ def mpi_script(
     flags = ["-np", str(ranks), "--host" if flavour == "openmpi" else "-hosts"]
     flags.append(",".join(f"{name}:{count}" for name, count in hosts))
     if flavour == "openmpi":
-        # Open MPI would bind each rank to one core, but tutti binds each rank near its device.
+        # By default, Open MPI binds each rank to one core. tutti binds each rank to the CPUs near
+        # its device instead.
         flags += ["--bind-to", "none"]
     if len(hosts) > 1 and flavour == "openmpi":
         flags += ["-x", f"MASTER_ADDR={hosts[0][0]}"]
     elif len(hosts) > 1:
-        # Hydra, the launcher of MPICH, gives ranks on different hosts no common job id from which
-        # they could derive the same port.
+        # Hydra, the launcher of MPICH, gives the ranks no common job id. So ranks on different
+        # hosts cannot derive the same port from a job id, and the script sets the port.
         port = port_candidates(shlex.join(command))[0]
         flags += ["-genv", "MASTER_ADDR", hosts[0][0], "-genv", "MASTER_PORT", str(port)]
     return (
@@ -77,7 +83,7 @@ def mpi_script(
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """Return (name, number of ranks) of each host in `n1:4,n2:4`. The default number is 1."""
+    """Return (name, number of ranks) of each host in `n1:4,n2:4`. `n1` means `n1:1`."""
     hosts = []
     for item in text.split(","):
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::([1-9][0-9]*))?", item.strip())

@@ -1,7 +1,8 @@
 """Finds the launcher and the rank of this process in environment variables.
 
-One function per launcher returns an Identity, which also names the variable that gave each value.
-The innermost launcher takes precedence: inside an srun step, torchrun and mpirun precede Slurm.
+One function per launcher returns an Identity, which also names the variable behind each value. If
+several launchers are found, the innermost one is used: inside an srun step, the variables of
+torchrun and mpirun take precedence over the variables of Slurm.
 """
 
 import hashlib
@@ -22,7 +23,10 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Identity:
-    """The values that the launcher gave this process. The rendezvous finds values that are None."""
+    """The values that the launcher set for this process.
+
+    A value is None if the launcher did not set it. The rendezvous then determines the value.
+    """
 
     launcher: str
     rank: int
@@ -33,16 +37,19 @@ class Identity:
     nodes: int | None = None
     master_host: str | None = None
     master_port: int | None = None
-    # An id that differs between worlds on the same hosts. Ports are derived from this id.
+    # The id of the job, from which ports are derived. Two jobs on one host have different ids.
     job: str = ""
-    # Whether torchrun's agent serves the store at the master port. If it does, all ranks, including
-    # rank 0, are clients of the store.
+    # True if torchrun's agent serves the store at the master port. Then all ranks are clients of
+    # this store. Otherwise rank 0 serves the store.
     agent_store: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def identify(env: Environment) -> Identity:
-    """Return the Identity of the first launcher that applies, or of a world with one rank."""
+    """Return the Identity from the innermost launcher, or of a one-rank world without a launcher.
+
+    Raise UsageError if RANK and WORLD_SIZE contradict the variables of a launcher.
+    """
     readers = (_from_torch_variables, _from_openmpi, _from_mpich, _from_slurm)
     found = [identity for read in readers if (identity := read(env)) is not None]
     if not found:
@@ -52,22 +59,23 @@ def identify(env: Environment) -> Identity:
         return Identity("python", 0, 1, 0, 1, 0, 1, reasons=reasons)
     identity = found[0]
     if identity.launcher == "environment":
-        # RANK and WORLD_SIZE may be left over in a shell. If a launcher gives other values, a run
-        # with either pair could hang or train with the wrong ranks.
+        # RANK and WORLD_SIZE may have been set in the shell for another run. If a launcher sets
+        # other values, either pair could be the wrong one, and the run could hang or train with
+        # wrong ranks.
         for other in found[1:]:
             if (identity.rank, identity.size) != (other.rank, other.size):
                 rank_variable, size_variable = other.reasons["rank"], other.reasons["size"]
                 raise UsageError(
-                    f"two launchers disagree: RANK={identity.rank} WORLD_SIZE={identity.size}, but "
-                    f"{rank_variable}={other.rank} {size_variable}={other.size}. Unset RANK and "
-                    f"WORLD_SIZE to use {other.launcher}, or unset {rank_variable} and "
+                    f"RANK={identity.rank} and WORLD_SIZE={identity.size} contradict "
+                    f"{rank_variable}={other.rank} and {size_variable}={other.size}. Unset RANK "
+                    f"and WORLD_SIZE to use {other.launcher}, or unset {rank_variable} and "
                     f"{size_variable}."
                 )
     return identity
 
 
 def without_launcher_variables(env: Environment) -> dict[str, str]:
-    """Return a copy of `env` without the variables of an outer launcher."""
+    """Return a copy of `env` without variables that launchers set."""
     return {
         name: value
         for name, value in env.items()
@@ -76,7 +84,8 @@ def without_launcher_variables(env: Environment) -> dict[str, str]:
 
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Launchers that set torch's variables, and the variables by which each is recognised.
+# Launchers that set torch's variables. Each launcher is detected if all its listed variables are
+# set. "environment" means that the user or a scheduler has set torch's variables.
 _TORCH_LAUNCHERS = {
     "torchrun": ("TORCHELASTIC_RUN_ID",),
     "tutti": ("TUTTI_RUN_ID",),
@@ -127,9 +136,8 @@ def _from_openmpi(env: Environment) -> Identity | None:
     reader.integers(**{value: f"OMPI_COMM_WORLD_{value.upper()}" for value in values})
     host = None
     if not reader.on_one_host and "MASTER_ADDR" not in env:
-        # Open MPI does not report the host of rank 0. Rank 0 is usually on the first node of a
-        # Slurm job, or on the host of mpirun, whose address is in a variable of every rank. On
-        # rank 0, rendezvous.py checks that this assumption is true.
+        # Open MPI does not report the host of rank 0. In a Slurm job, assume the first node of the
+        # job. Otherwise assume the host of mpirun. rendezvous.py checks this assumption on rank 0.
         uri = env.get("OMPI_MCA_orte_hnp_uri", "")
         if "SLURM_JOB_NODELIST" in env:
             host = reader.first_node("SLURM_JOB_NODELIST")
@@ -151,18 +159,18 @@ def _from_mpich(env: Environment) -> Identity | None:
     if reader.on_one_host:
         job = "mpich-" + (env.get("PMI_JOBID") or _socket_peer(env.get("PMI_FD", "")))
     elif "SLURM_STEP_ID" in env:
-        # Inside a Slurm job Hydra starts its ranks in a separate job step.
+        # Inside a Slurm job, Hydra (the launcher of MPICH) starts its ranks in a separate job step.
         job = f"mpich-slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
         host = reader.first_node("SLURM_STEP_NODELIST")
     return reader.identity(job, host)
 
 
 def _socket_peer(descriptor: str) -> str:
-    """Return the id of the Hydra process at the other end of a socket, or "" if there is none.
+    """Return the process id of Hydra at the other end of this socket, or "" if it is no socket.
 
-    Hydra, the launcher of MPICH, gives its jobs no id. All local ranks of a job have the same Hydra
-    process, so its process id serves as job id, and two jobs at the same time do not derive the
-    same port.
+    Hydra, the launcher of MPICH, sets no job id. All local ranks of a job are children of one Hydra
+    process, so its process id is used as the job id. Then two jobs that run at the same time derive
+    different ports.
     """
     try:
         with socket.socket(fileno=os.dup(int(descriptor))) as to_launcher:
@@ -173,17 +181,17 @@ def _socket_peer(descriptor: str) -> str:
 
 
 def _from_slurm(env: Environment) -> Identity | None:
-    # The batch shell and an salloc shell also have SLURM_PROCID or SLURM_NTASKS, but they are not
-    # ranks. Only the processes of a job step are ranks.
+    # SLURM_PROCID or SLURM_NTASKS are also set in the batch script and in an salloc shell, which
+    # are not ranks. Only the processes of a job step are ranks.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     reader.integers(rank="SLURM_PROCID", size=tasks)
     if reader.values["size"] == 1:
-        # A step of one task is most often a shell (srun --pty bash), and commands in this shell
-        # start ranks as in any other shell. Or the user started several steps of one task and set
-        # RANK and WORLD_SIZE in each step.
+        # A step with one task is usually a shell (srun --pty bash). Commands in this shell start
+        # ranks as in any other shell. Or the user has started several steps with one task each, and
+        # has set RANK and WORLD_SIZE in each step.
         return None
     reader.integers(local_rank="SLURM_LOCALID", node="SLURM_NODEID")
     node, variable = reader.values["node"], "SLURM_STEP_TASKS_PER_NODE"
@@ -196,14 +204,14 @@ def _from_slurm(env: Environment) -> Identity | None:
         )
     reader.values |= {"local_size": counts[node], "nodes": len(counts)}
     reader.reasons["nodes"] = variable
-    # SLURM_LAUNCH_NODE_IPADDR is the host where srun was called, and the node list of the job may
-    # have nodes without a task of this step. So the node list of the step is read.
+    # Rank 0 is on the first node of the step's node list. SLURM_LAUNCH_NODE_IPADDR is the host that
+    # called srun, and the job's node list may have nodes without a task of this step.
     host = reader.first_node("SLURM_STEP_NODELIST")
     return reader.identity(f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}", host)
 
 
 class _Reader:
-    """Reads one launcher's variables, and records which variable gave each value."""
+    """Reads one launcher's variables, and records the variable behind each value."""
 
     def __init__(self, env: Environment, launcher: str, recognised_by: str) -> None:
         self.env, self.launcher = env, launcher
@@ -217,8 +225,8 @@ class _Reader:
     def text(self, value: str, variable: str) -> str:
         if variable not in self.env:
             raise UsageError(
-                f"{self.launcher} started this process, but {variable} is not set. Start the "
-                "process again without clearing the environment."
+                f"{self.launcher} started this process, but {variable} is not set. Do not clear "
+                "the environment between the launcher and the process."
             )
         self.reasons[value] = variable
         return self.env[variable]
@@ -231,7 +239,7 @@ class _Reader:
             self.values[value] = int(text)
 
     def first_node(self, variable: str) -> str | None:
-        """Return the first host of a node list, or None if MASTER_ADDR overrides it."""
+        """Return the first host of a node list, or None if MASTER_ADDR is set and used instead."""
         if "MASTER_ADDR" in self.env:
             return None
         return expand_hosts(self.text("master", variable), variable)[0]
@@ -259,7 +267,10 @@ class _Reader:
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:
-    """Raise UsageError if variables are incomplete. Otherwise each rank would train alone."""
+    """Raise UsageError if torch's variables are incomplete.
+
+    Without this error, each rank would train in its own world of one rank.
+    """
     for name in ("WORLD_SIZE", "PMI_SIZE", "RANK"):
         if env.get(name, "0") not in (("0",) if name == "RANK" else ("0", "1")):
             missing = [variable for variable in _REQUIRED if variable not in env]
@@ -269,20 +280,20 @@ def _refuse_incomplete_variables(env: Environment) -> None:
             )
 
 
-# Ports of stores. They are below 32768, because Linux takes ports from 32768 to 60999 for outgoing
+# Ports for stores. They are below 32768, because Linux uses ports 32768 to 60999 for outgoing
 # connections.
 _PORTS = range(20000, 30000)
 
 
 def port_candidates(job: str) -> list[int]:
-    """Return the ports that a job tries, in order. The ports depend only on the id of the job."""
+    """Return the ports that a job tries, in order. The ports depend only on the job id."""
     numbers = struct.unpack(">5H", hashlib.sha256(job.encode()).digest()[:10])
     return [_PORTS[number % len(_PORTS)] for number in numbers]
 
 
 def free_port() -> int:
-    """Return a port on which no process listens now, and which no outgoing connection uses."""
-    # random.sample would advance the seeded generator of a training script. SystemRandom does not.
+    """Return a port that is free now and that Linux does not use for outgoing connections."""
+    # random.sample would advance the global generator, which a training script may have seeded.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:

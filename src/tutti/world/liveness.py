@@ -1,15 +1,18 @@
 """Liveness: an idle TCP connection from every rank to rank 0 detects the death of either end.
 
-When a process dies, the kernel closes its connections. The process at the other end of a connection
-detects this at once, whether or not the dead process had a launcher, was in a collective, or held
-the GIL. Rank 0 is the hub: every rank reports to rank 0 that it failed or that it ends normally,
-and rank 0 detects connections that were closed. Rank 0 sends each of these events to all other
-ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection after about 25 s.
+When a process dies, the kernel closes its connections. The process at the other end detects this at
+once. This works with every launcher, and also if the dead process was in a collective or held the
+GIL. If a whole host becomes unreachable, TCP keep-alive closes the connection after about 25 s.
 
-Messages are JSON objects, one per line. {"hello": rank, "start": start id} is the first message on
-a connection. {"failed": failure} reports a failure, {"left": rank} a rank that ends normally, and
-{"gone": rank} a rank whose connection is closed. All ranks report the first failure that rank 0
-receives.
+Rank 0 is the hub. Every rank tells rank 0 when it fails or ends normally, and rank 0 detects closed
+connections. Rank 0 sends each of these events to all other ranks.
+
+Messages are JSON objects, one per line:
+
+- {"hello": rank, "start": start id} is the first message on a connection.
+- {"failed": failure} reports a failure. The first failure that reaches rank 0 counts on all ranks.
+- {"left": rank} reports a rank that ends normally.
+- {"gone": rank} reports a rank whose connection is closed.
 
 This module imports only the standard library, because the startup hook of `tutti profile` loads it
 in programs that cannot import tutti.
@@ -34,7 +37,7 @@ _LONGEST_MESSAGE = 1 << 20
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended the world: the rank, its host, and a summary."""
+    """The failure of a rank: the rank, its host, and a summary of the error."""
 
     rank: int
     host: str
@@ -45,7 +48,7 @@ class Liveness:
     """This rank's end of the liveness connections, served by a thread.
 
     Rank 0, the hub, accepts connections at `listener`. Other ranks connect to `address`.
-    `on_failure` is called once, in a new thread, when the world has failed.
+    `on_failure` is called once, in a new thread, when the first failure is known.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class Liveness:
         address: tuple[str, int] | None = None,
     ) -> None:
         self.rank, self.hosts = rank, hosts
-        self.finished_ranks: set[int] = set()  # ranks that announced that they end normally
-        self.disconnected_ranks: set[int] = set()  # ranks whose connection has ended
+        self.finished_ranks: set[int] = set()  # ranks that have announced a normal end
+        self.disconnected_ranks: set[int] = set()  # ranks whose connection is closed
         self.first_failure: Failure | None = None
         self._connected: set[int] = set()  # on rank 0, the ranks that have sent their hello
         self._start_id, self._on_failure = start_id, on_failure
@@ -77,10 +80,11 @@ class Liveness:
             connection = socket.create_connection(address, timeout=30)
             connection.sendall(_encode({"hello": rank, "start": start_id}))
             self._add(connection, 0)
-        # The main thread sends to the serving thread through a socket pair.
+        # The main thread sends messages to the serving thread through a socket pair.
         self._to_thread, thread_end = socket.socketpair()
         self._add(thread_end, rank)
-        # A forked child must close the connections, or they would outlive the parent.
+        # A forked child process must close its copies of the connections. Otherwise the connections
+        # would stay open after the death of this process.
         os.register_at_fork(after_in_child=self._close_all)
         self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
         self._thread.start()
@@ -90,20 +94,20 @@ class Liveness:
         return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, timeout)
 
     def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
-        """Send `failure` to all ranks. Return the first failure, which may be of another rank."""
+        """Send `failure` to all ranks. Return the first failure, which may be another rank's."""
         self._send_to_thread({"failed": asdict(failure)})
         self.wait(lambda: self.first_failure is not None, timeout)
         return self.first_failure or failure
 
     def wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until a message makes `condition` true. Return False at the timeout."""
+        """Check `condition` after every message until it is true. Return False at the timeout."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
     def leave(self) -> None:
-        """Announce that this rank ends normally.
+        """Announce that this rank ends normally, and close the connections.
 
-        Rank 0 then waits until all other ranks have left or one rank has failed.
+        Before rank 0 closes them, it waits until all other ranks have ended or one has failed.
         """
         self._send_to_thread({"left": self.rank})
         if self.rank == 0:
@@ -131,7 +135,7 @@ class Liveness:
                 assert isinstance(connection, socket.socket)
                 messages = self._read(connection)
                 for message in messages or []:
-                    if connection in self._peers:  # an earlier message may have closed it
+                    if connection in self._peers:  # False if an earlier message was invalid
                         self._receive(message, connection)
                 if messages is None and connection in self._peers:
                     if self._peers[connection] == self.rank:  # leave() closed the socket pair
@@ -154,7 +158,7 @@ class Liveness:
     def _receive(self, message: dict[str, Any], connection: socket.socket) -> None:
         peer = self._peers[connection]
         if "hello" in message:
-            # Any process may connect to a port, so only ranks with this start id are accepted.
+            # Any process can connect to the port. Only ranks with this start id are accepted.
             if message.get("start") == self._start_id and peer is None:
                 peer = self._peers[connection] = int(message["hello"])
                 self._add_to(self._connected, peer)
@@ -205,7 +209,7 @@ class Liveness:
     def _send(self, message: dict[str, Any], ranks: Container[int | None]) -> None:
         for connection, peer in list(self._peers.items()):
             if peer in ranks:
-                with contextlib.suppress(OSError):  # the next read detects that the peer has ended
+                with contextlib.suppress(OSError):  # a closed connection is detected by `_serve`
                     connection.sendall(_encode(message))
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
@@ -213,7 +217,7 @@ class Liveness:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.settimeout(5)  # a peer that does not read a short message within 5 s is dead
+        connection.settimeout(5)  # limits `sendall` to a peer that does not read
         self._peers[connection] = rank
         self._incomplete[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
@@ -252,29 +256,29 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
 
 
 def local_address_towards(address: str) -> str | None:
-    """Return this host's source address for packets to `address`, or None without a route."""
+    """Return this host's source address for packets to `address`, or None if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # selects a route, but sends nothing
+            probe.connect((address, 9))  # selects a route, but sends no packet
         except OSError:
             return None
         return str(probe.getsockname()[0])
 
 
 def wait_for_gloo_threads() -> None:
-    """Wait until gloo's threads are idle, for at most 5 s, and return at once if there are none.
+    """Wait until gloo's threads are idle, but not longer than 5 s.
 
     A gloo thread releases its last operation, and the Python objects that the operation holds,
-    shortly after the operation's result is known. If the interpreter ends before this release,
-    torch aborts the process ("terminate called without an active exception"). This may happen even
-    after destroy_process_group, because a DDP model keeps the group and its threads alive.
+    shortly after the operation's result is known. If the interpreter exits before this release,
+    torch aborts the process ("terminate called without an active exception"). This can happen even
+    after destroy_process_group, because a DDP model keeps the process group and its threads alive.
     """
-    # There is a time limit, because a thread of the program may use gloo until the program ends.
+    # The wait is limited, because a thread of the program may use gloo until the program ends.
     idle, end = 0, time.monotonic() + 5.0
     while idle < 2 and time.monotonic() < end:
-        states = []  # the letter in /proc/self/task/*/stat of each gloo thread (R: running)
-        for thread in Path("/proc/self/task").glob("*"):  # empty without /proc
+        states = []  # the state letter of each gloo thread in /proc/self/task/*/stat (R: running)
+        for thread in Path("/proc/self/task").glob("*"):  # no iteration without /proc
             with contextlib.suppress(OSError):  # the thread has ended
                 if (thread / "comm").read_text().startswith("pt_gloo"):
                     states.append((thread / "stat").read_text().rpartition(")")[2].strip()[:1])

@@ -1,8 +1,8 @@
-"""Placement of every rank: node, local rank, device, CPUs, threads, network and heap settings.
+"""Placement of ranks: node, local rank, device, CPUs, threads, network interface, malloc settings.
 
-`place` is a pure function of the roster (the RankInfo of all ranks), so every rank computes the
-same table, and two ranks on one device are detected before either uses the device. torch is
-imported inside functions, because `tutti run` checks placements without torch.
+`place` is a pure function of the RankInfo of all ranks, so every rank computes the same placements.
+Two ranks with the same GPU are detected before either rank uses the GPU. Functions import torch
+when they need it, because `tutti run` imports this module without torch.
 """
 
 import ctypes
@@ -35,13 +35,13 @@ class Place:
     node: int
     local_rank: int
     local_size: int
-    gpu: int | None  # index among the GPUs visible to this rank, or None on CPU
+    gpu: int | None  # index among the GPUs that are visible to this rank, or None on CPU
     ranks_on_gpu: int  # number of ranks that use the same GPU, or 0 on CPU
 
 
 def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int = 1) -> list[Place]:
     """Return the placement of every rank, in rank order. `device` is auto, cpu or cuda."""
-    by_machine: dict[str, list[int]] = defaultdict(list)  # ordered by lowest rank of a machine
+    by_machine: dict[str, list[int]] = defaultdict(list)  # in order of each machine's lowest rank
     for info in ranks:
         by_machine[info.machine].append(info.rank)
     gpus = _choose_gpus(ranks, device, ranks_per_gpu)
@@ -81,7 +81,7 @@ def visible_gpus() -> list[str]:
 
 
 def refuse_more_ranks_than_gpus(ranks: int, gpus: int, ranks_per_gpu: int, host: str) -> None:
-    """Raise UsageError if `ranks` ranks on a host do not fit its GPUs."""
+    """Raise UsageError if a host has more ranks than its GPUs may have."""
     capacity = gpus * ranks_per_gpu
     if ranks > capacity:
         raise UsageError(
@@ -102,9 +102,9 @@ def _choose_gpus(ranks: "Sequence[RankInfo]", device: str, ranks_per_gpu: int) -
             f"{len(ranks)} ranks have none). Give every rank a GPU (--gpus-per-node, "
             "CUDA_VISIBLE_DEVICES), or use --device cpu."
         )
-    # Ranks on a machine with the same visible GPUs are assigned to these GPUs in rank order. If the
-    # scheduler makes only one GPU visible to each task, each list has one rank, which uses its
-    # device 0.
+    # The ranks of a machine that see the same GPUs are assigned to these GPUs in rank order. If the
+    # scheduler makes a different GPU visible to each rank, each group in `by_gpus` has one rank,
+    # which uses device 0.
     by_gpus: dict[tuple[str, tuple[str, ...]], list[RankInfo]] = defaultdict(list)
     for info in ranks:
         by_gpus[info.machine, info.gpus].append(info)
@@ -118,8 +118,8 @@ def _choose_gpus(ranks: "Sequence[RankInfo]", device: str, ranks_per_gpu: int) -
 
 
 def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
-    # Use the boot id of the kernel instead of the host name, because two containers with different
-    # host names may have the same GPU.
+    # Compare the kernel's boot id instead of the host name, because two containers with different
+    # host names may use the same GPU.
     return info.machine.split("/")[1], info.gpus[gpu]
 
 
@@ -128,7 +128,7 @@ def bind(
 ) -> tuple[str, int, dict[str, str]]:
     """Set this process's CPU affinity and torch's thread count.
 
-    Return the CPUs, the number of threads, and the reason for each.
+    Return the CPUs, the number of threads, and the reasons for both values.
     """
     import torch
 
@@ -161,15 +161,15 @@ def cpus_for(
     """Return the CPU affinity of a rank that computes on CPU, or None to leave it unchanged.
 
     Ranks with the same allowed CPUs are distributed over the NUMA nodes in blocks of consecutive
-    ranks. Inside a node, each rank has its own CPUs if there is at least one CPU per rank. Ranks
-    wait by spinning, so two ranks on one CPU would delay each other by a time slice of the kernel's
-    scheduler per message. Ranks to which the launcher gave different CPUs keep these CPUs.
+    ranks. Inside a NUMA node, each rank has its own CPUs if there is at least one CPU per rank.
+    Ranks spin while they wait. Two ranks on one CPU would delay each message by a time slice of the
+    kernel's scheduler. If the launcher gave each rank different CPUs, each rank keeps its CPUs.
     """
     peers = _with_same_cpus(ranks, rank)
     allowed = set(parse_cpu_list(ranks[rank].cpus))
     nodes = [cpus for node in sorted(numa) if (cpus := allowed.intersection(numa[node]))]
     if len(peers) < max(2, len(nodes)):
-        return None  # with fewer ranks than NUMA nodes, each rank may use all CPUs
+        return None  # with one rank, or fewer ranks than NUMA nodes, each rank may use all CPUs
     node_of = [index * len(nodes) // len(peers) for index in range(len(peers))]
     node = node_of[peers.index(rank)]
     own_node, ranks_on_node = sorted(nodes[node]), node_of.count(node)
@@ -191,8 +191,8 @@ def _choose_threads(
     if env.get("OMP_NUM_THREADS", "").isdecimal():
         default = ", which tutti run sets if it is unset" if "TUTTI_RUN_ID" in env else ""
         return max(1, int(env["OMP_NUM_THREADS"])), f"OMP_NUM_THREADS{default}"
-    # `cores` is the number of this rank's CPUs after binding. Other ranks may have the same CPUs.
-    # `divisor` is the number of ranks that share these CPUs.
+    # `cores` is the number of CPUs in this rank's affinity. `divisor` is the number of ranks that
+    # share these CPUs.
     sharing = len(_with_same_cpus(ranks, place.rank))
     allowed = len(parse_cpu_list(ranks[place.rank].cpus))
     divisor = max(1, math.ceil(sharing * cores / allowed))
@@ -207,9 +207,9 @@ def gloo_interface(
 ) -> tuple[str | None, str]:
     """Return the network interface for gloo (None for gloo's default), and the reason.
 
-    If all ranks are on one machine, the interface is loopback. Otherwise it is an interface that
-    reaches the other machines. By default gloo uses the address of the host name, which is often
-    127.0.1.1.
+    If all ranks are on one machine, return the loopback interface. Otherwise return an interface
+    that reaches the other machines. gloo's default is the interface of the host name's address.
+    This address is often 127.0.1.1, which other machines cannot reach.
     """
     if "GLOO_SOCKET_IFNAME" in env:
         return None, "GLOO_SOCKET_IFNAME"
@@ -217,8 +217,8 @@ def gloo_interface(
     remote = [info for info in ranks if info.machine != own_info.machine]
     if not remote:
         return "lo", "all ranks are on this machine"
-    # The RankInfo of a rank on the store's host has only a loopback address. The route to the
-    # address of a remote rank then determines the interface.
+    # A rank on the store's host may have only a loopback address in its RankInfo. In this case, use
+    # the source address of the route to a remote rank.
     address = own_info.address
     if not address or address.startswith("127."):
         external = [i.address for i in remote if i.address and not i.address.startswith("127.")]
@@ -230,42 +230,45 @@ def gloo_interface(
 
 
 def disable_malloc_trim(env: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory for the next step, and return whether glibc accepted this.
+    """Make glibc keep freed memory for the next step. Return whether glibc accepted the settings.
 
-    By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
-    page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
-    faults. On two cores of a virtual machine, these faults took 15 ms of a step of 70 ms. GPU
-    memory does not need this setting, because torch's caching allocator keeps freed memory.
+    By default, glibc returns large freed blocks to the kernel. When the memory is allocated again,
+    the kernel handles a page fault and zeroes the page, for every page. A step that frees 40 MB of
+    gradients causes 10,000 page faults. On two cores of a virtual machine, these page faults took
+    15 ms of a 70 ms step. GPU memory does not need this setting, because torch's caching allocator
+    keeps freed memory.
     """
-    # Old versions of glibc accept an mmap threshold of at most 32 MiB. The trim threshold is the
-    # largest value that mallopt accepts.
+    # Old versions of glibc accept an mmap threshold of at most 32 MiB. 2^31 - 1 is the largest trim
+    # threshold that mallopt accepts.
     return _set_malloc(env, mmap_bytes=(1 << 30, 32 << 20), trim_bytes=(1 << 31) - 1)
 
 
 def return_freed_memory() -> None:
     """Undo `disable_malloc_trim`: make glibc return large freed blocks to the kernel at once.
 
-    Used on a CPU for sharded parameters and for recomputation, where the gathered parameters or the
-    activations of each block are freed after use. A heap that keeps freed memory could not reuse it
-    for the next block, whose tensors have other sizes and alignments, and would grow to the size of
-    the whole model.
+    This is used on a CPU with sharded parameters and with activation recomputation, where the
+    gathered parameters or the activations of each model block are freed after use. The tensors of
+    the next block have other sizes and alignments. If glibc kept the freed memory, it could not
+    reuse the memory for these tensors, and the heap would grow to the size of the whole model.
     """
     if _set_malloc(os.environ, mmap_bytes=(2 << 20,), trim_bytes=32 << 20):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set_malloc(env: Mapping[str, str], mmap_bytes: Sequence[int], trim_bytes: int) -> bool:
-    """Set two limits of glibc, unless the environment sets them, and return whether both are set.
+    """Set glibc's mmap and trim thresholds, unless environment variables set them.
 
-    A block of at least `mmap_bytes` gets its own mapping, which free() returns to the kernel. Of
-    the values in `mmap_bytes`, the first value that glibc accepts is used. If more than
-    `trim_bytes` are free at the end of the heap, glibc returns these bytes to the kernel.
+    malloc allocates a block of at least `mmap_bytes` in a separate mapping, which free() returns to
+    the kernel. The first value in `mmap_bytes` that glibc accepts is used. If more than
+    `trim_bytes` are free at the end of the heap, glibc returns this memory to the kernel. Return
+    whether glibc accepted both thresholds.
     """
     variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
     if mallopt is None or variables & env.keys() or "_threshold" in env.get("GLIBC_TUNABLES", ""):
         return False
     m_trim_threshold, m_mmap_threshold = -1, -3  # <malloc.h>
-    # Set mmap first, because setting either threshold stops glibc from adjusting the other one.
+    # Setting either threshold stops glibc from adjusting the other one. So if glibc accepts no mmap
+    # threshold, the trim threshold is not set either.
     accepted = any(mallopt(m_mmap_threshold, size) for size in mmap_bytes)
     return accepted and bool(mallopt(m_trim_threshold, trim_bytes))

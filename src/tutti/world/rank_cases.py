@@ -1,6 +1,7 @@
-"""Lets a command continue after a crash in one of its cases, such as a layout or a message size.
+"""Lets a command that runs several cases continue after one case has crashed.
 
-The error of the case becomes its row in the results, and new ranks run the other cases.
+A case is, for example, a layout or a message size. The error message of the crashed case becomes
+its row in the results, and new ranks run the remaining cases.
 """
 
 import json
@@ -15,15 +16,15 @@ from typing import Any
 from tutti.world.errors import UsageError
 
 _CASES_FILE = "TUTTI_CASES_FILE"
-# The exit codes of ranks that the user or the scheduler has stopped by a signal.
+# Exit codes of ranks that were stopped with a signal by the user or by the scheduler.
 _STOPPED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
 def start_cases(start_ranks: Callable[[Mapping[str, str]], int]) -> int:
     """Start ranks that run several cases, and return the exit code.
 
-    After a rank has crashed, the process groups of the other ranks cannot be used again. So if a
-    case crashes, its error becomes its row, and new ranks run the remaining cases.
+    After a rank has crashed, the process groups of the other ranks cannot be used again. So the
+    crash is recorded, and new ranks are started for the remaining cases.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-cases-") as folder:
         path = Path(folder, "cases.jsonl")
@@ -34,7 +35,7 @@ def start_cases(start_ranks: Callable[[Mapping[str, str]], int]) -> int:
 
 
 class Cases:
-    """The cases of a command, in a file that the ranks and the process that starts them share.
+    """The state of a command's cases, in a file that the ranks and their launcher read and write.
 
     Each line of the file is a JSON object: {"begun": name}, {"error": text}, {"ended": name},
     {"row": [name, row]} or {"crashed": [name, text]}.
@@ -42,10 +43,10 @@ class Cases:
 
     def __init__(self, path: Path | None) -> None:
         self.rows: dict[str, dict[str, Any]] = {}  # rows of the cases that earlier ranks have run
-        self.crashed: dict[str, str] = {}  # maps the name of a case to its error
+        self.crashed: dict[str, str] = {}  # maps the name of each crashed case to its error
         self._path = path
-        self._begun: str | None = None
-        self._errors: list[str] = []  # errors of the last case
+        self._begun: str | None = None  # the case that has begun and not ended
+        self._errors: list[str] = []  # errors of the case that began last
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         for kind, value in (item for line in lines for item in json.loads(line).items()):
             if kind == "begun":
@@ -59,7 +60,11 @@ class Cases:
 
     @classmethod
     def from_environment(cls) -> "Cases":
-        """Return the cases in the file of `start_cases`, or no cases under other launchers."""
+        """Return the cases in the file of `start_cases`.
+
+        A rank that another launcher started has no such file. Its Cases are empty and record
+        nothing.
+        """
         path = os.environ.get(_CASES_FILE)
         return cls(None if path is None else Path(path))
 
@@ -70,7 +75,7 @@ class Cases:
 
     @property
     def failed(self) -> list[dict[str, str]]:
-        """The cases that crashed, for the key `failed` of a result."""
+        """The cases that crashed, as the value of the key `failed` in a JSON result."""
         return [{"case": name, "error": error} for name, error in self.crashed.items()]
 
     def is_new(self, name: str) -> bool:
@@ -78,7 +83,7 @@ class Cases:
 
     @contextmanager
     def running(self, name: str, rank: int) -> Iterator[None]:
-        """Record that a case begins, and after the `with` block that it has ended or failed."""
+        """Record that a case begins. After the `with` block, record that it has ended or failed."""
         if rank == 0:
             self._write("begun", name)
         try:
@@ -100,7 +105,7 @@ class Cases:
         if self._begun is None or not self.is_new(self._begun):
             return False
         error = [*self._errors, f"the ranks ended with exit code {code}"][0]
-        if code > 128:  # the errors of other ranks are only lost connections
+        if code > 128:  # a signal killed a rank, and the other ranks' errors are lost connections
             error = f"a rank was killed by {signal.Signals(code - 128).name}"
         self._write("crashed", [self._begun, error])
         return True

@@ -1,9 +1,11 @@
 """Rendezvous: rank 0 serves a key-value store, and every rank reads the RankInfo of all ranks.
 
-So all ranks have these facts before the first collective: which ranks share a machine, which rank
-is missing, which versions differ. After a restart by torchrun the same store still has the entries
-of the dead processes. So rank 0 publishes a list of all entries under a new start id. The list is
-valid only after every rank has confirmed that its current entry is in the list.
+So every rank knows before the first collective which ranks share a machine, which ranks are missing
+and which versions differ.
+
+After torchrun has restarted the ranks, the store still has the RankInfo of the old processes. So
+rank 0 publishes a list with the RankInfo of all ranks under a new start id. The list becomes valid
+when every rank has confirmed that its own RankInfo in the list is the current one.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ _HANDSHAKE_SECONDS = 5.0  # time for a store to answer
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """An open store, its address, and the reason for that address."""
+    """An open store, its address, and the variable or rule that the address comes from."""
 
     store: dist.Store
     host: str
@@ -86,7 +88,8 @@ def _serve(
     if is_loopback and named_loopback and identity.local_size not in (None, identity.size):
         raise UsageError(
             f"MASTER_ADDR={name} is a loopback address, but {identity.size - identity.local_size} "
-            f"of {identity.size} ranks are on other hosts. Set it to the name of rank 0's host."
+            f"of {identity.size} ranks are on other hosts. Set MASTER_ADDR to the name of rank 0's "
+            "host."
         )
     here = socket.gethostname()
     if not is_loopback and local_address_towards(address) != address:
@@ -96,9 +99,10 @@ def _serve(
         )
     bind_to = address
     if is_loopback and not named_loopback and identity.local_size != identity.size:
-        # Debian maps a host's own name to 127.0.1.1, but other hosts resolve the name differently.
+        # Debian resolves the host's own name to 127.0.1.1. Other hosts resolve the same name to an
+        # address of an interface, so listen on all interfaces.
         bind_to = ""
-        reason += f"; {name} is {address} here, so the store listens on every interface"
+        reason += f"; {name} is {address} on rank 0, so the store listens on every interface"
     for port in ports:
         with contextlib.suppress(OSError):
             listener = open_listener(bind_to, port)
@@ -108,7 +112,8 @@ def _serve(
             f"port {', '.join(map(str, ports))} is in use on {here}. Set MASTER_PORT to a free "
             f"port ({free_port()} is free now), or stop the process that listens there."
         )
-    store = dist.TCPStore(  # without master_listen_fd, TCPStore would listen on every interface
+    # Without master_listen_fd, TCPStore would listen on every interface.
+    store = dist.TCPStore(
         address,
         port,
         is_master=True,
@@ -125,15 +130,15 @@ def _connect(
 ) -> Rendezvous:
     while (remaining := deadline - time.monotonic()) > 0:
         for port in ports:
-            # Probe with an ordinary socket first, because torch's client prints a page of C++
-            # frames to standard error for every refused connection.
+            # First try an ordinary socket, because torch's client prints a long C++ stack trace
+            # for every refused connection.
             try:
                 socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
             except OSError:
                 continue
             store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, remaining)))
-            # A port derived from the job id may belong to the store of another job. Only the store
-            # of this job has the key of this job.
+            # If the port is derived from the job id, another job may have the same port. So check
+            # that the store has this job's key.
             is_set = identity.master_port is not None
             if store is not None and (is_set or store.check([f"tutti/job/{identity.job}"])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
@@ -141,15 +146,16 @@ def _connect(
         time.sleep(0.05)
     raise UsageError(
         f"rank {identity.rank} on {socket.gethostname()} could not reach rank 0 at {address} port "
-        f"{', '.join(map(str, ports))} (from {reason}). Did rank 0 start? Does a firewall block "
-        "the port? If rank 0 needs more time, increase --start-timeout or start_timeout=."
+        f"{', '.join(map(str, ports))} (from {reason}). Check that rank 0 has started and that no "
+        "firewall blocks the port. If rank 0 needs more time, increase --start-timeout or "
+        "start_timeout=."
     )
 
 
 def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
-    """Return the store at this port, or None if the process that listens there is not a store.
+    """Return the store at this port, or None if the port belongs to a different service.
 
-    torch's client runs in a thread, because it waits without limit for the reply of a process that
+    torch's client runs in a thread, because it would wait forever for the reply of a service that
     is not a store.
     """
     result: queue.Queue[dist.Store | None] = queue.Queue()
@@ -171,15 +177,15 @@ def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The information that a rank sends to all other ranks, as JSON and never as a pickle."""
+    """The information that a rank sends to all other ranks, as JSON."""
 
     rank: int
     host: str
-    # Ranks with the same value share memory and loopback. A container or network namespace counts
-    # as another machine, because its loopback is separate.
+    # Ranks with the same value share memory and the loopback interface. A container with its own
+    # network namespace counts as another machine, because its loopback interface is separate.
     machine: str
     address: str
-    # The port at which rank 0 accepts the liveness connections of other ranks, or 0 on other ranks.
+    # The port at which rank 0 accepts the liveness connections. 0 on all other ranks.
     liveness_port: int
     local_rank: int | None
     local_size: int | None
@@ -187,14 +193,14 @@ class RankInfo:
     gpus: tuple[str, ...]
     cpus: str
     versions: dict[str, str]
-    # Whether the shared-memory backend works on this rank. All ranks must use the same backend.
+    # Whether the shm backend works on this rank. It is used only if it works on all ranks.
     shm: bool
     token: str  # a random id of this process, new after a restart
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The information of all ranks, in rank order, and a unique id of this start of the world."""
+    """The RankInfo of all ranks, in rank order, and a unique id for this start of the world."""
 
     ranks: tuple[RankInfo, ...]
     start_id: str
@@ -221,10 +227,10 @@ def describe_rank(
 
 
 def shm_unavailable() -> str:
-    """Return the reason why this rank cannot use shm, or "". The first call compiles shm."""
+    """Return why this rank cannot use the shm backend, or "". The first call compiles shm."""
     if "shm" not in dist.Backend.backend_list:
         return "the backend is not registered with torch, because tutti-torch is not installed"
-    # Call the module that registered the backend, because tutti.world must not import tutti.comm.
+    # Find the backend's module through torch, because tutti.world must not import tutti.comm.
     creator = dist.Backend._plugins["SHM"].creator_fn
     usable, reason = importlib.import_module(creator.__module__).available()
     return "" if usable else str(reason)
@@ -237,7 +243,10 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
         store.set(poll.keys[info.rank], json.dumps(asdict(info)))
         start_id, entries = _publish(poll) if info.rank == 0 else _confirm(info, poll)
     except RuntimeError:
-        raise UsageError("the store ended with rank 0 or its host. See rank 0's output.") from None
+        raise UsageError(
+            "the connection to rank 0's store was lost: rank 0 or its host has ended. See the "
+            "output of rank 0."
+        ) from None
     ranks = (
         RankInfo(**fields | {"gpus": tuple(fields["gpus"])}) for fields in map(json.loads, entries)
     )
@@ -245,13 +254,13 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
 
 
 class _Poll:
-    """Sleeps between reads of the store. At the timeout, raises UsageError with missing ranks."""
+    """Sleeps between reads of the store. Raises UsageError after the timeout."""
 
     def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
         self.store, self.timeout = store, timeout
         self.keys = [f"tutti/rank/{rank}" for rank in range(size)]
         self.deadline = time.monotonic() + timeout
-        # One store serves all ranks, so in a larger world each rank polls less often.
+        # One store serves all ranks, so each rank of a larger world polls less often.
         self.interval = 0.02 * (1 + size / 64)
 
     def sleep(self, waiting_for: Sequence[str] = ()) -> None:
@@ -268,9 +277,10 @@ class _Poll:
 
 
 def _publish(poll: _Poll) -> tuple[str, list[str]]:
-    """On rank 0, publish the list of entries until all ranks have confirmed it.
+    """On rank 0, publish the list of RankInfo texts, and wait until all ranks have confirmed it.
 
-    If an entry changes before that, publish a new list. Return (start id, entries).
+    If a RankInfo changes before all ranks have confirmed the list, publish a new list. Return
+    (start id, list).
     """
     store = poll.store
     while not store.check(poll.keys):
@@ -294,9 +304,9 @@ def _publish(poll: _Poll) -> tuple[str, list[str]]:
 
 
 def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
-    """On other ranks, wait for a list with this process's entry, and confirm the list.
+    """On other ranks, wait for a list that has this process's RankInfo, and confirm the list.
 
-    Return (start id, entries).
+    Return (start id, list).
     """
     store = poll.store
     while not store.check(["tutti/start_id"]):
@@ -307,7 +317,7 @@ def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
         current = info.rank < len(entries) and json.loads(entries[info.rank])["token"] == info.token
         if current:
             store.set(f"tutti/{start_id}/confirmed/{info.rank}", "yes")
-        # A list from before a restart has an old token of this rank. Rank 0 publishes a new list.
+        # A list from before a restart has another token for this rank. Wait for the next list.
         while store.get("tutti/start_id").decode() == start_id:
             if current and store.check([f"tutti/{start_id}/complete"]):
                 return start_id, entries
@@ -328,5 +338,5 @@ def refuse_different_versions(ranks: Sequence[RankInfo]) -> None:
             more = f" and {len(different) - 4} more" if len(different) > 4 else ""
             raise RanksDiffer(
                 f"ranks run different versions of {name}: {', '.join(different[:4])}{more}, but "
-                f"the other {count} have {usual}. Install the same version everywhere."
+                f"the other {count} ranks have {usual}. Install the same version on every host."
             )

@@ -1,9 +1,9 @@
 """tutti.spawn: run a Python function as local ranks and return the result of every rank.
 
-The function and its arguments are pickled into a private folder. Each rank is a new process that
+The function and its arguments are pickled into a private directory. Each rank is a new process that
 runs this module: it reads the pickle file, calls the function and writes the result into the
-folder. cloudpickle also pickles functions that a rank cannot import, because they are defined in a
-notebook, a REPL or a script.
+directory. cloudpickle is used because it can pickle functions that a rank cannot import: functions
+that are defined in a notebook, a REPL or a script.
 """
 
 import json
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class RankFailed(Exception):
-    """A rank of `tutti.spawn` failed. The message names the rank and has its traceback."""
+    """A rank of `tutti.spawn` failed. The message has the number and the traceback of the rank."""
 
 
 def spawn(
@@ -49,18 +49,21 @@ def spawn(
 
         tutti.spawn(mean_rank, (10,), ranks=4)      # [15.0, 15.0, 15.0, 15.0]
 
-    Works from a script, a REPL and a notebook. A script needs no `if __name__ == "__main__":`. Each
-    rank has the environment variables of torchrun, so the function may call `tutti.init()` or
-    `torch.distributed.init_process_group()`. Arguments and results must be picklable, and the
-    function must return CUDA tensors as `tensor.cpu()`.
+    `spawn` can be called from a script, a REPL or a notebook. A script needs no
+    `if __name__ == "__main__":`. Each rank has the environment variables of torchrun, so the
+    function can call `tutti.init()` or `torch.distributed.init_process_group()`. Arguments and
+    results must be picklable. A CUDA tensor in a result must be copied with `tensor.cpu()` first.
 
-    `show` selects the ranks whose output is printed. `timeout` limits the seconds that a collective
-    may take. If a rank fails, all ranks end, and RankFailed is raised with the traceback of the
-    rank that failed first. Ctrl-C ends all ranks and raises KeyboardInterrupt. A rank that handles
-    SIGINT itself has `grace` seconds to end.
+    `show` selects the ranks whose output is printed. `timeout` is the time limit of a collective,
+    in seconds. If a rank fails, all ranks are stopped, and RankFailed is raised with the traceback
+    of the rank that failed first. Ctrl-C stops all ranks and raises KeyboardInterrupt. A rank that
+    handles SIGINT is killed if it has not ended after `grace` seconds.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError("tutti.spawn handles signals: call it from the main thread.")
+        raise UsageError(
+            "tutti.spawn installs signal handlers, which Python allows only in the main thread. "
+            "Call tutti.spawn from the main thread."
+        )
     with tempfile.TemporaryDirectory(prefix="tutti-spawn-") as name:
         folder = Path(name)
         _write_call(folder, function, args)
@@ -83,14 +86,15 @@ def spawn(
 
 
 def _read_pickle(path: Path) -> Any:
-    # The folder has mode 0700, so only processes of this user can write the file.
+    # The directory has mode 0700, so only processes of this user can write the file.
     return pickle.loads(path.read_bytes())  # noqa: S301
 
 
 def _write_call(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
     import cloudpickle
 
-    # With this process's sys.path, ranks find the same modules, including modules beside a script.
+    # Ranks use this process's sys.path, so they find the same modules, including modules in the
+    # directory of the script.
     (folder / "sys_path").write_text(json.dumps([os.path.abspath(path) for path in sys.path]))
     try:
         (folder / "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
@@ -116,14 +120,14 @@ def _run_rank(folder: Path) -> None:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             kind = type(result).__name__
             raise UsageError(
-                f"the result of rank {rank}, {kind}, is not picklable: {error}"
+                f"the result of rank {rank} has type {kind} and cannot be pickled: {error}"
             ) from None
         write_atomically(folder / f"result{rank}", content)
     except Exception as error:
-        # Leave out the frame of this module, which is no help to the user.
+        # Remove this function's frame from the traceback, so that it starts at the user's function.
         where = error.__traceback__.tb_next if error.__traceback__ else None
         try:
-            if sys.excepthook is not sys.__excepthook__:  # the hook of tutti.init tells other ranks
+            if sys.excepthook is not sys.__excepthook__:  # tutti.init's hook informs other ranks
                 sys.excepthook(type(error), error, where)
         finally:
             _write_report(rank, error.with_traceback(where))
@@ -131,7 +135,7 @@ def _run_rank(folder: Path) -> None:
 
 
 def _write_report(rank: int, error: Exception) -> None:
-    """Write the failure for the launcher, unless the hook of `tutti.init` has written it."""
+    """Write the failure report for the launcher, unless tutti.init's hook has written it."""
     report = Path(os.environ["TUTTI_REPORT"])
     if report.exists():
         return

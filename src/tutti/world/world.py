@@ -1,4 +1,4 @@
-"""World: the rank, number of ranks, device and backend of this process, from `tutti.init()`."""
+"""`tutti.init()` joins the world and returns a World: this process's rank, device and backend."""
 
 import atexit
 import os
@@ -34,9 +34,9 @@ _NO_SHM = "shm is not available"
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all ranks. `reasons` names the source of each value.
+    """The rank, device and backend of this process. `reasons` names the source of each value.
 
-    Use a World as a context manager, so that an exception also destroys the process group:
+    Use a World as a context manager, so that the process group is destroyed after an exception too:
 
         with tutti.init() as world:
             model.to(world.device)
@@ -57,10 +57,10 @@ class World:
     threads: int
     ranks_on_device: int
     reasons: Mapping[str, str]
-    # Rank 0's store must exist as long as the world.
+    # This reference keeps rank 0's store alive until the world ends.
     _rendezvous: Rendezvous = field(repr=False, compare=False)
     _failures: FailureHandler = field(repr=False, compare=False)
-    # Environment variables that were set for the backends. They are removed when the world ends.
+    # Environment variables that `init` has set for the backends. `close` removes them.
     _variables: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -70,7 +70,7 @@ class World:
 
     @property
     def sharing_note(self) -> str | None:
-        """The note that every output prints if ranks share a GPU, or None if they do not."""
+        """The note to print with all results if ranks share a GPU, or None if no ranks do."""
         if self.ranks_on_device < 2:
             return None
         return (
@@ -87,7 +87,7 @@ class World:
     def close(self) -> None:
         """Leave the world and destroy the process group. A second call does nothing."""
         atexit.unregister(self.close)
-        if dist.is_initialized():  # the script may have destroyed the group itself
+        if dist.is_initialized():  # False if the script has destroyed the process group
             if self._failures.failed and self.device.type == "cuda":
                 # destroy_process_group would wait for peers that have ended.
                 dist.distributed_c10d._abort_process_group()
@@ -120,12 +120,13 @@ def init(
 ) -> World:
     """Join the world that the launcher started. Without a launcher, create a world of one rank.
 
-    device is auto, cpu or cuda. The default backend on CUDA is nccl. The default backend on the CPU
-    is shm (shared memory inside a host, gloo between hosts), or gloo if shm is not available.
-    ranks_per_gpu is the number of ranks that may share a GPU. bind_cpus=False leaves the CPU
-    affinity and the number of threads unchanged. start_timeout is the time in seconds for all ranks
-    to start, and timeout is the time in seconds for a collective. Under `tutti run`, its flags are
-    the defaults of ranks_per_gpu, start_timeout and timeout.
+    `device` is "auto", "cpu" or "cuda". The default `backend` is "nccl" on CUDA. On the CPU, it is
+    "shm" (shared memory inside a host, gloo between hosts), or "gloo" if shm is not available.
+    `ranks_per_gpu` is the maximum number of ranks that share a GPU. `bind_cpus=False` leaves the
+    CPU affinity and the number of threads unchanged. `start_timeout` is the time limit in seconds
+    for all ranks to start. `timeout` is the time limit in seconds of a collective. In a rank that
+    `tutti run` started, the flags of `tutti run` are the defaults of `ranks_per_gpu`,
+    `start_timeout` and `timeout`.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -163,11 +164,11 @@ def init(
         refuse_different_versions(roster.ranks)
         places = placement.place(roster.ranks, device, ranks_per_gpu)
     except (UsageError, RanksDiffer):
-        # Every rank finds the same error in the same roster, so only rank 0 prints the error.
+        # All ranks have the same roster and find the same error, so only rank 0 prints it.
         if rank != 0:
             raise SystemExit(2) from None
         if identity.size > 1:
-            time.sleep(0.5)  # the store ends with this rank, but other ranks still read it
+            time.sleep(0.5)  # other ranks may still read the store, which ends with rank 0
         raise
     place = places[rank]
 
@@ -183,8 +184,8 @@ def init(
     reasons["backend"] = "requested"
     if backend is None:
         backend, reasons["backend"] = _default_backend(torch_device, roster)
-    variables: dict[str, str] = {}  # set for the backends until the world ends
-    # shm uses gloo between hosts, and nccl is combined with gloo for CPU tensors.
+    variables: dict[str, str] = {}  # environment variables to set for the backends
+    # shm uses gloo between hosts. nccl uses gloo for CPU tensors.
     if backend == "nccl" or "gloo" in backend or "shm" in backend:
         interface, reasons["gloo_interface"] = placement.gloo_interface(roster.ranks, rank, env)
         if interface:
@@ -236,7 +237,7 @@ def init(
     else:
         placement.disable_malloc_trim(env)
     dist.init_process_group(
-        # NCCL handles only CUDA tensors, and gloo handles small CPU tensors.
+        # NCCL supports only CUDA tensors. gloo is used for small CPU tensors.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
         store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
         rank=rank,
@@ -293,11 +294,14 @@ def _open_liveness(
     if listener is not None:
         hub = liveness.Liveness(rank, hosts, roster.start_id, on_failure, listener=listener)
         if not hub.wait_until_all_connected(timeout):
-            raise UsageError("a rank ended between the rendezvous and the start. See its output.")
+            raise UsageError(
+                "a rank ended after the rendezvous, before it connected to rank 0. See the output "
+                "of all ranks."
+            )
         return hub
     first = roster.ranks[0]
     same_machine = first.machine == roster.ranks[rank].machine
-    # If rank 0's own address is a loopback address, use the address of its store.
+    # If rank 0 has published a loopback address, use the address of the store.
     host = store_host if same_machine or first.address.startswith("127.") else first.address
     try:
         address = (host, first.liveness_port)
@@ -305,5 +309,5 @@ def _open_liveness(
     except OSError as error:
         raise UsageError(
             f"rank {rank} could not connect to rank 0 at {host} port {first.liveness_port} "
-            f"({error}). Does a firewall between the hosts block connections?"
+            f"({error}). Check whether a firewall between the hosts blocks connections."
         ) from None
