@@ -1,8 +1,9 @@
-"""Read figures from the JSON of any bench, and find differences that exceed the spread.
+"""Compare two bench results, and find the differences that exceed the measurement spread.
 
-A figure is a measured value. It is identified by its metric and by the key fields of its row. The
-spread of a figure is its relative standard deviation (σ / value), which is estimated from the
-statistics in the row: over calls for times, over passes for bandwidths, and over rounds for pairs.
+A bench result is the JSON that `tutti bench --json` writes. A figure is one measured value of a
+row. A figure is identified by its metric and by the key fields of its row. The spread of a figure
+is its relative standard deviation (σ / value). The row has the statistics for the estimate: the
+variation between calls for a time, between passes for a bandwidth, and between rounds for a pair.
 """
 
 import json
@@ -27,8 +28,8 @@ _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
 _SIGMAS_BETWEEN_QUARTILES = 1.349
 
 
-# One entry for each list of rows in the JSON of a bench. An entry has the keys bench, name, key,
-# figures and others, which result_fields.toml describes.
+# One entry per list of rows in the JSON of a bench. In the JSON of `bench`, the list has the key
+# `name`. result_fields.toml describes the other keys of an entry: `key`, `figures` and `others`.
 ROW_LISTS: list[dict[str, Any]] = [
     {**table, "bench": bench, "name": name}
     for table in RESULT_FIELDS["lists"]
@@ -42,7 +43,7 @@ ROW_LISTS: list[dict[str, Any]] = [
 class Figure(NamedTuple):
     """One measured value of a row."""
 
-    name: str  # the key fields as text
+    name: str  # the names and values of the key fields
     metric: str
     value: float
     spread: float
@@ -51,9 +52,9 @@ class Figure(NamedTuple):
 
 
 def read_results(flag: str, path: Path, bench: str | None = None) -> Content:
-    """Return the JSON result in the file `path`. Raise UsageError if the file is not a result.
+    """Return the bench result in the file `path`. Raise UsageError if the file has no such result.
 
-    If `bench` is given, the result of any other bench is also an error. `flag` is the command-line
+    If `bench` is given, a result of a different bench is an error, too. `flag` is the command-line
     flag that error messages name.
     """
     cure = "Give a file that tutti bench --json wrote"
@@ -62,10 +63,10 @@ def read_results(flag: str, path: Path, bench: str | None = None) -> Content:
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}. {cure}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{flag} {path}: it is not JSON ({error}). {cure}") from None
+        raise UsageError(f"{flag} {path}: the file is not JSON ({error}). {cure}") from None
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema not in [f"tutti.bench.{rows['bench']}/1" for rows in ROW_LISTS]:
-        found = "it has no schema" if schema is None else f"its schema is {schema!r}"
+        found = "the file has no schema" if schema is None else f"the schema is {schema!r}"
         raise UsageError(f"{flag} {path}: {found}. {cure}")
     if bench not in (None, bench_of(content)):
         kinds = f"is a result of bench {bench_of(content)}, but this is bench {bench}"
@@ -89,18 +90,18 @@ def bench_of(content: Content) -> str:
 
 
 def rows_of(content: Content) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Yield every row that has figures, with the entry of ROW_LISTS that contains the row."""
+    """Yield (entry of ROW_LISTS, row) for every row of the lists that ROW_LISTS names."""
     for rows in ROW_LISTS:
         if rows["bench"] == bench_of(content):
             yield from ((rows, row) for row in content.get(rows["name"]) or ())
 
 
 def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
-    """Return every figure of a result, by key and metric."""
+    """Return {(key of the row, metric): figure} for every figure of a result."""
     found: dict[tuple[Key, str], Figure] = {}
     for rows, row in rows_of(content):
         row_key: Key = () if rows["name"] == "rows" else (("part", rows["name"]),)
-        # Older versions wrote no `group` field, so a `group` of 1 is not part of the key.
+        # Leave a `group` of 1 out of the key, because older versions wrote no `group` field.
         named = ((name, row[name]) for name in rows["key"] if name in row)
         row_key += tuple(item for item in named if item != ("group", 1))
         if "ranks" not in row and "world" in content:
@@ -120,7 +121,7 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
 
 
 def value_of(row: Row, name: str) -> Any:
-    """Return a value by its dotted name, such as `time_us.p50`, or None if the row has none."""
+    """Return the value with a dotted name such as `time_us.p50`, or None if the row lacks it."""
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -128,7 +129,7 @@ def value_of(row: Row, name: str) -> Any:
 
 
 def _spread(row: Row, metric: str) -> float:
-    """Return σ of a figure divided by its value."""
+    """Return the relative standard deviation (σ / value) of a figure."""
     if metric == "time_us.p50":
         times = row["time_us"]
         # One outlier inflates cv, but not the distance from min to p95.
@@ -146,7 +147,7 @@ def _spread(row: Row, metric: str) -> float:
 
 
 class Change(NamedTuple):
-    """The comparison of one figure, which is in both results or only in one of them."""
+    """The comparison of one figure. The figure may be missing in the old or in the new result."""
 
     name: str
     metric: str
@@ -155,17 +156,17 @@ class Change(NamedTuple):
     spread_old: float | None
     spread_new: float | None
     ratio: float | None  # new speed / old speed
-    limit: float | None  # ratios from 1 / (1 + limit) to 1 + limit count as the same
+    limit: float | None  # a ratio between 1 / (1 + limit) and 1 + limit has the verdict "same"
     verdict: str
 
 
 def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
-    """Return the changes of all figures, in the order of the new result.
+    """Return one Change per figure, in the order of the new result.
 
-    Figures that are only in the old result are last.
+    Figures that are missing in the new result come last.
     """
     if bench_of(old) != bench_of(new):
-        kinds = f"OLD is a result of bench {bench_of(old)}, but NEW of bench {bench_of(new)}"
+        kinds = f"OLD is of bench {bench_of(old)}, but NEW is of bench {bench_of(new)}"
         raise UsageError(f"{kinds}: give two results of the same bench")
     before, after = figures_of(old), figures_of(new)
     changes = [_change(before.get(key), figure, tolerance) for key, figure in after.items()]
@@ -179,7 +180,7 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
     verdict = "new" if old is None else "gone"
     if old is not None and new is not None:
         ratio = new.value / old.value if new.higher_is_better else old.value / new.value
-        # The limit is 2 σ of the difference between two independent figures.
+        # Allow 2 σ of the difference between two independent figures, but at least `tolerance`.
         limit = max(tolerance, 2 * math.hypot(old.spread, new.spread))
         verdict = "faster" if ratio > 1 + limit else "slower" if ratio < 1 / (1 + limit) else "same"
         ratio, limit = round(ratio, 4), round(limit, 4)
@@ -192,7 +193,7 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
 
 
 def environment_differences(old: Content, new: Content) -> list[str]:
-    """Return descriptions of the differences between the machines and versions of two results."""
+    """Return one description per difference between the environments of two results."""
     before, after = old.get("environment", {}), new.get("environment", {})
     found = []
     for name in ("host", "system", "cpu", "cpus", "cpu_quota", "memory_bytes"):

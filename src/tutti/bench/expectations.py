@@ -1,19 +1,20 @@
-"""--expect: check the results of a bench against the catalogue, an earlier result, or thresholds.
+"""`--expect`: check bench results against the hardware catalogue, an earlier result or thresholds.
 
-A threshold file contains rules. Each rule selects rows and sets bounds for their values:
+A threshold file contains rules. Each rule selects rows of the result and sets bounds for fields of
+these rows:
 
     [[expect]]
     op = "all_reduce"
-    backend = ["nccl", "shm"]     # any of these
-    bytes = "64M"                 # or { min = "1M" }, { max = … }
+    backend = ["nccl", "shm"]     # rows with any of these backends
+    bytes = "64M"                 # or a range: { min = "1M" }, { max = "1G" }
     busbw_gbs = { min = 350 }
     "time_us.p50" = { max = 400 }
 
-A field with a value or a list selects the rows that have one of these values. A field with a table
-of min or max is a bound. The `selectors` of result_fields.toml, such as bytes and ranks, are an
-exception: their tables select rows. A rule that can never match a row is an error, which is
-reported before the measurement. A rule that matches no row of the present run counts as unmet,
-because nothing was checked.
+A key with a value or a list selects the rows whose field has this value or one of the list's
+values. A key with a table of `min`, `max` or both sets a bound. The `selectors` in
+result_fields.toml, such as `bytes` and `ranks`, are an exception: a table for a selector selects
+rows. A rule that can never match a row is reported as an error before the measurement. A rule that
+matches no row of the present run counts as not met, because nothing was checked.
 """
 
 import math
@@ -35,12 +36,12 @@ from tutti.world.errors import UsageError, did_you_mean
 Rule = Mapping[str, Any]
 AllowedValues = Mapping[str, Collection[str]]
 
-# A result must reach this fraction of a published figure. The fraction is below 1, because machines
-# of the same kind differ in speed.
+# A measured bandwidth must reach this fraction of the published bandwidth. The fraction is below 1,
+# because machines of the same kind differ in speed.
 CATALOGUE_FRACTION = 0.8
 
 _SELECTORS = RESULT_FIELDS["selectors"]
-# {bench: {name of a list in its JSON: fields of the rows in that list}}
+# {bench: {name of a list of rows in the JSON of the bench: fields of the rows}}
 FIELDS: dict[str, dict[str, list[str]]] = {"collectives": {}, "bandwidth": {}, "pairs": {}}
 for _rows in compare_results.ROW_LISTS:
     if _rows["bench"] in FIELDS:
@@ -54,27 +55,31 @@ ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 
 class Expectation(NamedTuple):
-    """The parsed value of --expect. Without baseline and rules, it means the hardware catalogue."""
+    """The parsed value of --expect: the catalogue, or an earlier result, or rules.
+
+    If `baseline` and `rules` are None, results are checked against the hardware catalogue.
+    """
 
     name: str
-    baseline: Content | None = None  # an earlier result
+    baseline: Content | None = None  # the content of an earlier result
     rules: list[Rule] | None = None  # the rules of a threshold file
 
 
 def read_expectation(
     text: str, bench: str, device: str = "auto", allowed: AllowedValues | None = None
 ) -> Expectation:
-    """Return the parsed value of --expect, after checks that need no measurement.
+    """Parse and check the value of --expect before the measurement.
 
     `device` is the value of --device. `allowed` maps text fields to the values that are possible in
-    this run, such as the names of pairs.
+    this run. An example is the field "name" with the names of pairs.
     """
     path = Path(text)
     if text == "catalogue":
-        # bench bandwidth can be checked on CPUs, too: it compares each link with similar links.
+        # bench bandwidth needs no catalogue figure, because it compares each link with similar
+        # links. It can therefore be checked on CPUs, too.
         on_gpu = bench == "bandwidth" or (device != "cpu" and visible_gpu_count())
         if bench == "pairs" or not on_gpu:
-            content = "the catalogue has figures of links and of collectives on GPUs only"
+            content = "the catalogue has only figures of links and of collectives on GPUs"
             raise UsageError(f"--expect catalogue: {content}. Give a JSON or TOML file")
         return Expectation(text)
     if path.suffix == ".json":
@@ -94,7 +99,7 @@ def _read_rules(path: Path) -> list[Rule]:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not TOML ({error})"
-        cure = "Give catalogue, a .json that a bench wrote, or a .toml with thresholds"
+        cure = "Give 'catalogue', a .json file that a bench wrote, or a .toml file with thresholds"
         raise UsageError(f"--expect {path}: {reason}. {cure}") from None
     rules = content.get("expect")
     tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
@@ -104,9 +109,9 @@ def _read_rules(path: Path) -> list[Rule]:
 
 
 def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value). Names in nested tables become dotted names.
+    """Yield (name, value) of each key in a rule. A key of a nested table gets a dotted name.
 
-    TOML reads an unquoted time_us.p50 as the key p50 in a table time_us.
+    The TOML parser reads an unquoted key `time_us.p50` as the key `p50` in a table `time_us`.
     """
     for name, value in rule.items():
         if isinstance(value, dict) and value and all(isinstance(e, dict) for e in value.values()):
@@ -145,14 +150,14 @@ def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
     for text in _as_list(value):
         if not isinstance(text, str):
             raise UsageError(f"{name} = {_format(value)} must be a string or a list of strings")
-        # In rows, the name of a backend may have a suffix: "gloo x16", "shm ring".
+        # In rows, the name of a backend may have a suffix, as in "gloo x16" and "shm ring".
         word = text.partition(" ")[0] if name == "backend" else text
         if allowed is not None and word not in allowed:
             raise UsageError(f"there is no {name} {text!r}: {did_you_mean(word, allowed)}")
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Check a number, a list of numbers, or a table with min, max or both."""
+    """Check that `value` is a number, a list of numbers, or a table with `min`, `max` or both."""
     is_bound = isinstance(value, dict)
     if is_bound and (not value or not set(value) <= {"min", "max"}):
         raise UsageError(f"{name} = {_format(value)} must have min, max or both")
@@ -177,7 +182,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
-    """Return the bounds of a rule. The other keys of the rule select rows."""
+    """Return the keys of a rule that set bounds. The other keys of the rule select rows."""
     tables = {name: value for name, value in rule.items() if isinstance(value, dict)}
     return {name: value for name, value in tables.items() if name not in _SELECTORS}
 
@@ -203,10 +208,11 @@ def _format(value: Any) -> str:
 
 
 def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
-    """Return a description of each expectation that the results do not meet.
+    """Return one description per expectation that the results do not meet.
 
-    `results` is the JSON of a bench. The key `schema` is required, and `environment` is optional.
-    Raises UsageError if nothing could be checked, because a run without any check must not pass.
+    `results` is the JSON of a bench. The key `schema` is required, and the key `environment` is
+    optional. Raises UsageError if nothing could be checked, because a run without any check must
+    not pass.
     """
     if expectation.rules is not None:
         return [unmet for rule in expectation.rules for unmet in _check_against_rule(rule, results)]
@@ -216,7 +222,7 @@ def unmet_expectations(results: Content, expectation: Expectation) -> list[str]:
 
 
 def baseline_differences(results: Content, expectation: Expectation) -> list[str]:
-    """Return descriptions of the differences between the environments of baseline and results."""
+    """Return one description per difference between the environments of baseline and results."""
     if expectation.baseline is None:
         return []
     environment = results.get("environment") or describe_environment()
@@ -284,7 +290,7 @@ def _check_against_catalogue(results: Content) -> list[str]:
     unmet = list(_unmet_verdicts(results)) if bench_of(results) == "bandwidth" else []
     checked = 0
     for _, row in rows_of(results):
-        # A row of bench bandwidth that has a verdict has already been checked.
+        # Rows of bench bandwidth with a verdict have been checked by _unmet_verdicts.
         checked += row.get("verdict", "unknown") != "unknown"
         if gpu is None or "busbw_gbs" not in row:
             continue
@@ -303,7 +309,7 @@ def _check_against_catalogue(results: Content) -> list[str]:
 
 
 def _unmet_verdicts(results: Content) -> Iterator[str]:
-    """Yield descriptions of the slow links and copies of bench bandwidth."""
+    """Yield one description per slow link and per slow copy of bench bandwidth."""
     for finding in results["findings"]:
         expected = f"{finding['against_gbs']:g}: {finding['against']}"
         yield f"{finding['what']}: {finding['gbs']:g} GB/s, expected {expected}"
@@ -316,7 +322,10 @@ def _unmet_verdicts(results: Content) -> Iterator[str]:
 
 
 def _gpu_of_exclusive_node(results: Content) -> str | None:
-    """Return the GPU model if all ranks are on one node, each with a separate GPU of this model."""
+    """Return the GPU model if all ranks are on one node and each rank has its own GPU, else None.
+
+    If GPUs of several models are visible, the model is unknown and None is returned, too.
+    """
     ranks = results.get("world", {}).get("ranks", [])
     environment = results.get("environment") or describe_environment()
     models = {gpu["name"] for gpu in environment.get("gpus", ())}

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: pinning, host memory, core latency, barriers, errors and Ctrl-C."""
+"""Control of benchmark ranks: barriers, errors, Ctrl-C, CPU pinning, host memory, core latency."""
 
 import contextlib
 import os
@@ -26,36 +26,36 @@ from tutti.world.rendezvous import shm_unavailable
 from tutti.world.world import World
 
 Result = TypeVar("Result")
-# Seconds that a failed rank waits for the results of the other ranks, which may never answer.
+# Seconds for which a failed rank waits for the other ranks. They may be blocked in a collective and
+# never answer.
 _FAILED_TIMEOUT = 5.0
-_attempts = 0  # calls of try_on_all_ranks, the same number on every rank
+_attempts = 0  # number of try_on_all_ranks calls so far, which is equal on all ranks
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # ---- Barriers, errors and Ctrl-C ----
 
 
 class RankControl:
-    """Collectives between measurements, over a separate gloo group.
+    """Coordinates the ranks between measurements, with collectives on a separate gloo group.
 
-    Measured groups are not used for coordination. gloo sleeps while it waits, so ranks that wait
-    take no CPU time from ranks that measure.
+    gloo sleeps while it waits, so waiting ranks take no CPU time from ranks that measure.
     """
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo")
-        self.stop_requested = False  # this rank received a signal; check_stop tells the others
+        self.stop_requested = False  # whether this rank has received a stop signal
 
     def check_stop(self) -> bool:
         """Wait for all ranks. Return True on all ranks if any rank received a stop signal."""
         return self.max_over_ranks([float(self.stop_requested)])[0] > 0
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return the maximum over all ranks of each value."""
+        """Return the element-wise maximum of `values` over all ranks."""
         return list(self.max_of_tensor(torch.tensor(values, dtype=torch.float64)).tolist())
 
     def max_of_tensor(self, values: Tensor) -> Tensor:
-        """Replace each element by its maximum over all ranks, and return the tensor."""
+        """Replace `values` by their element-wise maximum over all ranks, and return the tensor."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return values
 
@@ -67,11 +67,11 @@ class RankControl:
 
     @contextlib.contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Let SIGINT, SIGTERM and SIGUSR1 (forwarded by mpirun) only set `stop_requested`.
+        """Set `stop_requested` on SIGINT, SIGTERM and SIGUSR1, instead of ending the process.
 
-        The handlers are installed for the duration of the `with` block. All ranks must enter the
-        block. A barrier at the start of the block ensures that all ranks have installed their
-        handlers. If a signal kills a rank that has not installed its handlers, the barrier fails.
+        This holds inside the `with` block, which all ranks must enter. mpirun forwards SIGUSR1 to
+        the ranks. A barrier at the start of the block ensures that all ranks have installed their
+        signal handlers. If a signal kills a rank without handlers, the barrier fails on the others.
         """
 
         def request_stop(number: int, frame: FrameType | None) -> None:
@@ -99,9 +99,9 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     """Run `action` on every rank. Return (result, ""), or (None, reason) if any rank failed.
 
     All ranks must call this function. Only exceptions that a backend raises for an unsupported call
-    are caught. Ranks exchange the reasons through the store, because a rank that did not fail may
-    still wait inside a collective of `action`. If such a rank does not answer, the rank that failed
-    raises its exception again.
+    are caught. The ranks exchange the reasons through the store, not with a collective, because
+    ranks without an exception may still be blocked in a collective of `action`. If they do not
+    answer in time, the failed rank raises its own exception again.
     """
     global _attempts
     _attempts += 1
@@ -111,7 +111,8 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
         result = action()
     except (Unsupported, UsageError) as error:
         reason, raised = str(error), error
-    # torch raises these errors if a backend lacks an operation or if a peer failed during a wait.
+    # torch raises these exceptions if a backend lacks an operation, or if a peer fails while this
+    # rank waits for it.
     except (RuntimeError, TypeError, ValueError, TimeoutError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raised = error
@@ -125,22 +126,22 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
         store.set(f"{key}/given-up", "")
         raise raised from None
     if raised is not None and store.check([f"{key}/given-up"]):
-        # Another rank failed first and has given up. This rank failed because of that rank.
+        # Another rank failed first and has stopped waiting. Its failure caused this exception.
         raise raised
     reasons = [message for message in found if message is not None]
     return (None, reasons[0]) if reasons else (result, "")
 
 
-# ---- Pinning, so that times do not include migration between CPUs or waiting for a CPU ----
+# ---- CPU pinning: measured times must not include migration between CPUs or waiting for a CPU ----
 
 
 def pin_rank(world: World, pin: bool | str = True) -> str:
     """Pin this rank to CPUs, and return the list of CPUs. All ranks must call this function.
 
-    `pin` is True or "own" for this rank's share of its allowed CPUs, False or "none" for no
-    pinning, or a list of CPUs for each rank of a host, such as "0/1/2-3". The allowed CPUs are
-    divided among the ranks of the host that have the same allowed set. If there are more ranks than
-    CPUs, each rank gets one CPU, round-robin.
+    If `pin` is True or "own", the ranks of a host that have the same set of allowed CPUs divide the
+    set among themselves. If there are more ranks than CPUs, each rank gets one CPU, round-robin. If
+    `pin` is False or "none", the rank is not pinned. Otherwise `pin` has one CPU list per local
+    rank, such as "0/1/2-3".
     """
     if pin in (False, "none"):
         return world.cpus
@@ -157,24 +158,24 @@ def pin_rank(world: World, pin: bool | str = True) -> str:
         chosen, allowed = format_cpu_list(cpus), format_cpu_list(allowed_cpus())
         reason = f"this rank cannot run on CPU {chosen} ({error})"
         raise UsageError(f"--pin: {reason}. Its allowed CPUs are {allowed}") from None
-    for thread in Path("/proc/self/task").iterdir():  # gloo's threads are already running
+    for thread in Path("/proc/self/task").iterdir():  # also pin running threads, such as gloo's
         with contextlib.suppress(OSError):  # the thread may have ended in the meantime
             os.sched_setaffinity(int(thread.name), cpus)
     return format_cpu_list(cpus)
 
 
 def share_of_cpus(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[int, ...]:
-    """Return the CPUs of the rank at `position` among `sharers` ranks that share `cpus`."""
+    """Divide `cpus` among `sharers` ranks, and return the CPUs of the rank at `position`."""
     if sharers > len(cpus):
         return (cpus[position % len(cpus)],)
     return cpus[position * len(cpus) // sharers : (position + 1) * len(cpus) // sharers]
 
 
 def check_host_memory(size: int, world: World) -> None:
-    """Raise UsageError if a host lacks memory for messages of `size` bytes.
+    """Raise UsageError if a host has too little memory for messages of `size` bytes.
 
-    Otherwise the kernel would kill ranks in the middle of the run. All ranks must call this
-    function.
+    Without this check, the kernel would kill ranks in the middle of the run. All ranks must call
+    this function.
     """
     available = read_memory(SysFiles()).available_bytes
     for ranks, free in gather_json((world.local_size, available)):
@@ -187,15 +188,16 @@ def check_host_memory(size: int, world: World) -> None:
 class CoreLatency:
     """Round-trip time of a cache line between the cores of neighbouring ranks of one host.
 
-    The latency is tens of nanoseconds between cores that share a cache, and hundreds otherwise; the
-    speed of messages depends on the latency. The hypervisor of a virtual machine may move its cores
-    to other physical cores during a run, so the latency is measured before and after the benchmark.
-    If two ranks share a CPU, nothing is measured. All ranks must make the same calls.
+    The latency is tens of nanoseconds between cores that share a cache, and hundreds of nanoseconds
+    between other cores. Message times depend on this latency. A hypervisor may move the cores of a
+    virtual machine to other physical cores during a run, so the latency is measured before and
+    after the benchmark. If two ranks share a CPU, nothing is measured. All ranks must make the same
+    calls.
     """
 
     _ROUNDS, _TURNS, _TIMEOUT = 5, 2000, 2.0  # the timeout is in seconds
     _MAX_PAIRS = 7
-    _MOVED_RATIO = 2.0  # smaller changes are noise
+    _MOVED_RATIO = 2.0  # changes by a smaller factor count as noise
 
     def __init__(self, world: World, cpus: Sequence[str]) -> None:
         sets = [set(parse_cpu_list(text)) for text in cpus]
@@ -204,7 +206,7 @@ class CoreLatency:
         measurable = on_one_cpu_host and disjoint and not shm_unavailable()
         pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if measurable else []
         self._rank = world.rank
-        # Rows for JSON: nanoseconds before and after the benchmark, or null if a rank timed out.
+        # Rows for JSON: the latency before and after the benchmark, or null if a rank timed out.
         self.rows: list[dict[str, Any]] = [
             {"ranks": pair, "before_ns": None, "after_ns": None} for pair in pairs
         ]
@@ -223,18 +225,19 @@ class CoreLatency:
                 return (
                     f"the cache-line round trip between ranks {a} and {b} was {before:.0f} ns "
                     f"before and {after:.0f} ns after the measurement. The hypervisor probably "
-                    "moved their cores in between, so the figures mix two placements"
+                    "moved the virtual cores of these ranks to other physical cores during the "
+                    "measurement, so the times before and after the move are not comparable"
                 )
         return ""
 
     def measure(self, field: str) -> None:
-        """Measure the latency of every pair, and write it to `field` of its row."""
+        """Measure the latency of every pair of ranks, and store it in `field` of the pair's row."""
         if not self.rows:
             return
         from tutti.comm.shm.native import core
         from tutti.comm.symmetric import Heap
 
-        medians: list[float | None] = [None] * len(self.rows)  # None for pairs of other ranks
+        medians: list[float | None] = [None] * len(self.rows)  # None for pairs without this rank
         with Heap(bytes=1 << 16, device="cpu") as heap:
             lines = heap.counters(self._ROUNDS * len(self.rows))
             for number, row in enumerate(self.rows):

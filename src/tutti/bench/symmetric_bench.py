@@ -1,8 +1,9 @@
 """`tutti bench symmetric`: latency of one-sided operations and of structures in symmetric memory.
 
-Most probes measure calls of rank 0 on memory of rank 1. A one-way probe is a ping-pong between
-ranks 0 and 1, and reports half of the round-trip time. The probes take turns in each round. After
-the last round, all_reduce is measured on all backends.
+A probe is one operation whose latency is measured. In most probes, rank 0 accesses the memory of
+rank 1. A one-way probe is a ping-pong between ranks 0 and 1, and reports half of the round-trip
+time. Each round measures all probes in turn. After the last round, all_reduce is measured on all
+backends.
 """
 
 import math
@@ -46,12 +47,12 @@ class Probe:
     bytes: int
     call: Callable[[], Any]
     correct: Callable[[], bool] = lambda: True  # checks the result of the last call of a round
-    one_way: bool = False  # ranks 0 and 1 make a round trip, and the row reports half of its time
-    all_ranks: bool = False  # all ranks make the call, and the row reports the slowest rank
+    one_way: bool = False  # a call is a round trip of ranks 0 and 1; the row reports half its time
+    all_ranks: bool = False  # all ranks make the call; the row reports the slowest rank
     seconds: list[Tensor] = field(default_factory=list)
     calls: int = 0  # number of calls per round
     wrong: int = 0  # number of wrong results over all rounds and ranks
-    case: str = ""  # name of the case that the probe belongs to
+    case: str = ""  # name of the probe's case in `_all_probes`
 
     def runs_on(self, rank: int) -> bool:
         """Return whether this rank makes the call and checks the result."""
@@ -60,22 +61,22 @@ class Probe:
 
 @dataclass
 class SymmetricBench:
-    """Settings and results. All ranks have the same values."""
+    """Settings and results of the benchmark. All ranks have the same values."""
 
     world: World
     control: RankControl
     budget: float  # seconds per row
-    report: Callable[[list[Row]], None]  # called with rows when they are final
+    report: Callable[[list[Row]], None]  # called with rows when their measurement is complete
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
     complete: bool = False  # whether every row was measured
     cases: Cases = field(default_factory=lambda: Cases(None))
     save: Callable[[], None] = lambda: None
-    """Called after each round of probes and each size of all-reduce."""
+    """Called after each round of probes and after each all-reduce size."""
 
     def run(self, sizes: Sequence[int]) -> None:
-        """Measure everything. All ranks must call this method."""
+        """Measure all probes, then all-reduces of `sizes` bytes. All ranks must call it."""
         if _PROBES in self.cases.rows:
             self.rows = list(self.cases.rows[_PROBES]["rows"])
         else:
@@ -105,7 +106,7 @@ class SymmetricBench:
         try:
             self._run_rounds(probes, heap.backend)
         except Exception:
-            # Report the rows now if no new ranks are started after this crash.
+            # Report the rows now, unless new ranks will be started after this crash.
             if not self.cases.restarts:
                 self.report(self.rows)
             raise
@@ -131,7 +132,7 @@ class SymmetricBench:
                 break
 
     def _warm_up(self, probe: Probe) -> str:
-        """Choose the number of calls per round. Return the reason if a call failed, else ""."""
+        """Choose the number of calls per round. If a call failed, return the reason, else ""."""
         device = self.world.device
 
         def first_call() -> None:
@@ -149,10 +150,10 @@ class SymmetricBench:
         return reason
 
     def _round(self, probe: Probe) -> Tensor:
-        """Return the seconds of each call of one round. All ranks return the same values."""
+        """Return the seconds of each call in one round. All ranks return the same values."""
         self.control.check_stop()
         times = torch.zeros(probe.calls, dtype=torch.float64)
-        if probe.runs_on(self.world.rank):  # the other ranks sleep in the next barrier
+        if probe.runs_on(self.world.rank):  # the other ranks sleep in max_of_tensor
             times = time_back_to_back(probe.call, probe.calls, self.world.device)
         if not probe.all_ranks and self.world.rank != 0:
             times.zero_()
@@ -200,9 +201,9 @@ _MESSAGE_BYTES = (8, 1 << 10, 64 << 10, 1 << 20)
 def _all_probes(
     heap: Heap, stack: ExitStack
 ) -> Iterator[tuple[str, Callable[[], Iterable[Probe]]]]:
-    """Yield (name, function that makes probes). All ranks must call each function.
+    """Yield (name, function that makes probes) for each case. All ranks must call each function.
 
-    The functions enter their structures into `stack`, which closes them at the end.
+    The functions push the structures that they create onto `stack`, which closes them at the end.
     """
     slots = iter(range(heap.signals))
     for size in _MESSAGE_BYTES:
@@ -220,7 +221,7 @@ def _all_probes(
 
 def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
     positive = torch.arange(1, size // 4 + 1, dtype=torch.float32).to(heap.device)
-    data = [positive, -positive]  # data of ranks 0 and 1, which check each other's data
+    data = [positive, -positive]  # the data of rank 0 and of rank 1
     target, source, mailbox = (heap.zeros(size // 4, dtype=torch.float32) for _ in range(3))
     source.local.copy_(data[min(heap.rank, 1)])
     heap.barrier()
@@ -231,7 +232,7 @@ def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
 
     first = data[0]
 
-    # functools.partial with keyword arguments would make these calls 0.1 µs slower.
+    # These calls are functions, because functools.partial with keyword arguments is 0.1 µs slower.
     def put() -> None:
         target.put(first, to=1)
 
@@ -263,8 +264,11 @@ def _signal(heap: Heap, slot: int) -> Iterator[Probe]:
 
 
 def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[], None]:
-    """Return the function of this rank: rank 0 sends and waits for an answer; rank 1 answers."""
-    numbers = count(1)  # the value of a signal is the number of calls so far
+    """Return the function that this rank calls: rank 0 sends, then waits; rank 1 waits, then sends.
+
+    Both functions call `send` with the value of the signal, which is the number of calls so far.
+    """
+    numbers = count(1)
 
     def ping() -> None:
         number = next(numbers)
@@ -297,7 +301,7 @@ def _atomics(heap: Heap) -> Iterator[Probe]:
 def _additions(
     counters: Counters, counter: int, adding_ranks: int
 ) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Return a function that adds to a counter of rank 1, and one that checks the counter."""
+    """Return a function that adds 1 to a counter of rank 1, and a function that checks it."""
     calls = 0
 
     def add() -> None:
@@ -377,7 +381,7 @@ def _hash_map(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _ring_buffer(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    """Yield a probe that sends 16 KiB to rank 1 and back through two rings, without copies."""
+    """Yield a probe that sends 16 KiB to rank 1 and back through two ring buffers."""
     rings = [
         stack.enter_context(
             structures.RingBuffer(heap, rank, 1 - rank, slots=4, slot_bytes=_SLOT_BYTES)
@@ -427,8 +431,8 @@ def _adapter_store(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
         return all(bool((tensor == values[active]).all()) for tensor in store.active().values())
 
     def fetch_again() -> None:
-        # The adapter "third" can be removed, because it is neither the active adapter nor the
-        # previously active adapter.
+        # remove() accepts the adapter "third", because "third" is neither active nor the adapter
+        # that was active before the current one.
         store.remove("third")
         store.prefetch("third").result()
 
@@ -468,8 +472,8 @@ def _distributed_tensor(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _pooled_cache(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    # {tier that each get reads: number of values that fit into the local, peer and host tiers}
-    # Two values are read in turn. If only one value fits into the local tier, each get finds its
+    # {tier that `get` reads: number of values that fit into the local, peer and host tiers}
+    # Two values are read in turn. If the local tier can hold only one value, each `get` finds its
     # value in the tier "peer" or "host".
     tiers = {"local": (2, 0, 0), "peer": (1, 2, 0), "host": (1, 0, 2)}
     count = _POOLED_BYTES // 4
@@ -494,7 +498,7 @@ def _alternating_gets(
         cache.get(key, out=out)
 
     def correct() -> bool:
-        # The value that was not read last must be in the named tier.
+        # `tier` must contain the value that the next `get` reads.
         return torch.equal(out, values[key]) and cache.tier(3.0 - key) == tier
 
     return Probe(f"pooled cache get, {tier}", _POOLED_BYTES, get, correct)
@@ -505,7 +509,7 @@ def _numbered_row(index: int) -> Tensor:
 
 
 def _barrier_on_host(heap: Heap) -> None:
-    # On a GPU, heap.barrier() only orders streams. The host must also wait, because the host looks
-    # up keys and names that other ranks have written.
+    # On a GPU, heap.barrier() synchronizes streams, but not the host. The host must also wait,
+    # because it looks up keys and names that other ranks have written.
     heap.barrier()
     heap.quiet()

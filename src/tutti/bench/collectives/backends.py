@@ -32,8 +32,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 # {name of the backend: algorithm of symmetric.all_reduce}
 _ALGORITHMS = {"symmetric": "auto", "one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
-# Maximum size in bytes of all tensors in a comm.group(). Each call in a group needs its own
-# tensors, and larger messages gain nothing from a group.
+# Maximum total size in bytes of all messages in a comm.group(). Each call in a group needs its own
+# tensors, and large messages gain nothing from a group.
 _MAX_GROUPED_BYTES = 256 << 20
 
 
@@ -41,7 +41,7 @@ _MAX_GROUPED_BYTES = 256 << 20
 def open_backends(
     names: Sequence[str], world: World, largest: int
 ) -> Iterator[tuple[list[Backend], list[dict[str, str]]]]:
-    """Yield the available backends, and {backend, reason} of each backend that is not available.
+    """Yield (available backends, list of {"backend", "reason"} for unavailable backends).
 
     All ranks must enter and leave the `with` block together. `largest` is the size of the largest
     message in bytes.
@@ -139,23 +139,24 @@ def _prepare_torch_call(
     function, *arguments = calls[case.operation.name]
     call = partial(function, *arguments, group=group)
     if case.operation.native == "in" and not case.in_place and case.sends:
-        # torch has only an in-place form of the operation, so the input is copied to the result.
+        # torch.distributed has only an in-place form of the operation, so copy the input first.
         call = partial(cases.copy_then_call, received, sent, call)
     return PreparedCase(fill, check, call)
 
 
 def _all_gather_uneven(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    # torch has no uneven all-gather that every backend supports. comm.all_gather_uneven pads the
-    # shards, and returns a list.
+    # torch has no all-gather of uneven shards that every backend supports. comm.all_gather_uneven
+    # pads the shards and returns a list of tensors.
     torch.cat(comm.all_gather_uneven(sent, group=group), out=received)
 
 
 def send_recv(
     sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup
 ) -> None:
-    """Send to one rank while receiving from another."""
+    """Send to the rank `to` while receiving from the rank `source`."""
     if sent.is_cuda:
-        # NCCL sends that wait for their receives would deadlock in a ring, so post one batch.
+        # Post send and receive in one batch. A separate NCCL send waits for the peer's receive, so
+        # a ring of separate sends would deadlock.
         send = dist.P2POp(dist.isend, sent, to, group=group)
         receive = dist.P2POp(dist.irecv, received, source, group=group)
         for work in dist.batch_isend_irecv([send, receive]):
@@ -173,12 +174,12 @@ def send_recv(
 def with_grouped(
     backends: Sequence[Backend], times: int, device: torch.device
 ) -> Iterator[Backend]:
-    """Yield every backend. After each torch.distributed backend, also yield a grouped backend.
+    """Yield every backend. After each torch.distributed backend, also yield its grouped variant.
 
-    The grouped backend makes `times` calls in one comm.group().
+    The grouped variant makes `times` calls in one comm.group().
     """
     buffers = Buffers(device)
-    about = f"{times} calls in one comm.group(), time per call"
+    about = f"{times} calls in one comm.group(); the reported time is per call"
     for backend in backends:
         yield backend
         if backend.group is not None:
@@ -189,7 +190,7 @@ def with_grouped(
 def _prepare_grouped(
     group: dist.ProcessGroup, times: int, buffers: Buffers, case: CollectiveCase
 ) -> PreparedCase:
-    """Prepare grouped calls of tutti.comm on matrices with one row per call."""
+    """Prepare grouped tutti.comm calls. The tensors are matrices with one row per call."""
     if case.bytes * times > _MAX_GROUPED_BYTES:
         limit = _MAX_GROUPED_BYTES >> 20
         raise Unsupported(f"{times} messages of {case.bytes} bytes exceed {limit} MiB")
@@ -229,14 +230,20 @@ def _prepare_grouped(
 def _prepare_zero_copy(
     group: dist.ProcessGroup, heap: symmetric.Heap, case: CollectiveCase
 ) -> PreparedCase:
-    """Prepare a case on the shm backend with symmetric tensors, which peers read without a copy."""
+    """Prepare a case on the shm backend with symmetric tensors.
+
+    Peers read symmetric tensors directly, without a copy.
+    """
     empty, free = _heap_tensors(heap, case.dtype)
     prepared = _prepare_torch_call(case, group, lambda role, count: empty(count).local)
     return PreparedCase(prepared.sent, prepared.received, prepared.call, free)
 
 
 def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) -> PreparedCase:
-    """Prepare all_reduce with any algorithm, or all_gather or reduce_scatter with "auto"."""
+    """Prepare a collective on symmetric tensors.
+
+    all_reduce has several algorithms. all_gather and reduce_scatter have only "auto".
+    """
     op, algorithm = case.operation.name, _ALGORITHMS[name]
     empty, free = _heap_tensors(heap, case.dtype)
     if op == "all_reduce":
@@ -258,7 +265,7 @@ def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) ->
 def _heap_tensors(
     heap: symmetric.Heap, dtype: torch.dtype
 ) -> tuple[Callable[[int], symmetric.SymmetricTensor], Callable[[], None]]:
-    """Return a function that allocates a tensor, and a function that frees all such tensors."""
+    """Return a function that allocates a tensor, and a function that frees all its tensors."""
     allocated = ExitStack()  # frees in the reverse order of allocation
 
     def empty(count: int) -> symmetric.SymmetricTensor:
@@ -272,17 +279,17 @@ def _heap_tensors(
 def _prepare_staged(stage: Stage, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
     """Prepare an in-place all_reduce of an ordinary tensor through a symmetric buffer."""
     if case.operation.name != "all_reduce" or not case.in_place:
-        raise Unsupported("staged supports only all_reduce in place")
+        raise Unsupported("staged supports only in-place all_reduce")
     if case.bytes > STAGED_BYTES:
-        raise Unsupported(f"the symmetric buffer has {STAGED_BYTES} bytes")
+        raise Unsupported(f"the message exceeds the symmetric buffer of {STAGED_BYTES} bytes")
     tensor = buffers.take("received", case.count, case.dtype)
     return PreparedCase(tensor, tensor, partial(stage.all_reduce, tensor))
 
 
 # ---- Open MPI, through mpi4py ----
 
-# MPI ranks must be started by mpirun, or by Slurm with PMIx. With --backends mpi, `tutti bench`
-# starts its local ranks with mpirun, and the torch backends run in the same processes.
+# MPI requires that mpirun, or Slurm with PMIx, starts the ranks. With --backends mpi, `tutti bench`
+# therefore starts its local ranks with mpirun. The torch backends run in the same processes.
 _MPI_TYPES = {
     torch.float64: "DOUBLE",
     torch.float32: "FLOAT",
@@ -294,7 +301,7 @@ _MPI_TYPES = {
 # At least one of these variables is set if mpirun or Slurm with PMIx started the ranks.
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
 
-# Exit codes of mpirun if a signal that mpirun forwarded has killed a rank.
+# Exit codes of mpirun if a forwarded SIGUSR1 or SIGTERM has killed a rank.
 _KILLED_BY_SIGNAL = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 
 
@@ -320,17 +327,17 @@ def _version(mpirun: str) -> str:
 
 
 def run_mpirun(command: Sequence[str], width: int) -> int:
-    """Run an mpirun command to its end, and return its exit code.
+    """Run an mpirun command until it ends, and return its exit code.
 
-    After Ctrl-C, mpirun would kill its ranks within a second, and their results would be lost.
-    Therefore mpirun runs in its own process group, which Ctrl-C does not reach. This process sends
-    SIGUSR1 instead, and mpirun forwards SIGUSR1 to the ranks, which finish their round and write
-    their files, or end if they have not installed their signal handlers yet. A second Ctrl-C
-    terminates the ranks.
+    If Ctrl-C reached mpirun, it would kill its ranks within a second, and their results would be
+    lost. Therefore mpirun runs in its own process group, which Ctrl-C does not reach. On Ctrl-C,
+    this process sends SIGUSR1 to mpirun, which forwards the signal to the ranks. The ranks finish
+    their round and write their files. A rank that has not installed its signal handlers yet ends.
+    A second Ctrl-C terminates the ranks.
     """
     with subprocess.Popen(
         list(command),
-        # mpirun gives rank 0 a pseudo-terminal whose width is not set.
+        # The pseudo-terminal that mpirun gives to rank 0 has no width.
         env={**os.environ, "COLUMNS": str(width)},
         stdin=subprocess.DEVNULL,
         process_group=0,
@@ -355,7 +362,10 @@ def run_mpirun(command: Sequence[str], width: int) -> int:
 
 
 def open_mpi(buffers: Buffers, ranks: int) -> Backend:
-    """Return a backend that calls MPI on numpy views of ordinary tensors, or raise Unsupported."""
+    """Return a backend that calls MPI on numpy views of ordinary tensors.
+
+    Raises Unsupported if MPI cannot be used.
+    """
     if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_VARIABLES)):
         # MPI_Init would end this process, and srun would then end all other ranks.
         raise Unsupported("srun started the ranks without MPI: use srun --mpi=pmix, or mpirun")
@@ -368,18 +378,20 @@ def open_mpi(buffers: Buffers, ranks: int) -> Backend:
         raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None
     about, size = MPI.Get_library_version().split(",")[0].strip(), MPI.COMM_WORLD.size
     if size != ranks:
-        raise Unsupported(f"MPI has {size} of {ranks} ranks: start all with the mpirun of {about}")
+        raise Unsupported(
+            f"MPI has {size} of {ranks} ranks: start all ranks with the mpirun of {about}"
+        )
     return Backend("mpi", about, partial(_prepare_mpi, MPI, buffers))
 
 
 def _prepare_mpi(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
     if case.dtype not in _MPI_TYPES:
-        raise Unsupported(f"MPI has no type for {case.dtype}")
+        raise Unsupported(f"MPI has no data type for {case.dtype}")
     name, root, in_place = case.operation.name, case.is_root, case.in_place
     datatype, world = getattr(mpi, _MPI_TYPES[case.dtype]), mpi.COMM_WORLD
     sent, received, fill, check = cases.allocate(case, partial(buffers.take, dtype=case.dtype))
     if name == "reduce_scatter" and in_place:
-        # MPI writes the shard of a rank to the start of the rank's buffer.
+        # MPI writes this rank's shard to the start of the buffer.
         received = check = sent[: case.count]
     send, receive = [sent.numpy(), datatype], [received.numpy(), datatype]
     splits, shards = case.uneven_splits(case.rank), uneven_shards(case.count, case.ranks)

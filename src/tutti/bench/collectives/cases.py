@@ -1,10 +1,10 @@
 """One collective at one size: its tensors on this rank, the data to send and the expected result.
 
-Values are integers whose sum over all ranks fits the mantissa of the dtype, so every correct
-result is exact in any order of reduction. Values depend on rank and index, and repeat after 8191
-elements. 8191 is a prime, so no chunk size of a backend is a multiple of the period, and a chunk
-that was written to the wrong place is detected. No value is 0, and receive buffers are cleared
-before the call, so an element that was not written is detected.
+All values are integers whose sum over all ranks fits into the mantissa of the dtype, so a correct
+result is exact in any order of reduction. Values depend on the rank and the index, and repeat after
+8191 elements. 8191 is a prime, so no chunk size of a backend is a multiple of the period, and a
+chunk that was written to the wrong place is detected. No value is 0, and receive buffers are
+cleared before the call, so an element that was not written is detected.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,10 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INT
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One operation at one size. All compared backends run the same case. The root is rank 0."""
+    """One operation at one message size. All compared backends run the same cases.
+
+    The root of operations such as broadcast is rank 0.
+    """
 
     operation: Operation
     count: int
@@ -55,7 +58,7 @@ class CollectiveCase:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is rank 0, which is the root of operations such as broadcast."""
+        """Whether this rank is the root (rank 0)."""
         return self.rank == 0
 
     @property
@@ -83,7 +86,7 @@ class CollectiveCase:
 
     @property
     def neighbours(self) -> tuple[int, int]:
-        """(next rank, previous rank) in the ring in which send_recv sends."""
+        """(next rank, previous rank) in the ring along which send_recv sends."""
         return (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
     def uneven_splits(self, rank: int) -> list[int]:
@@ -97,7 +100,8 @@ def case_groups(
 ) -> list[list[CollectiveCase]]:
     """Return one group of cases per size, for a Sweep. Cases of a group differ in placement only.
 
-    `placement` is "in", "out", "both", or "native" for the placement that torch.distributed has.
+    `placement` is "in", "out", "both" or "native". "native" is the placement of the operation in
+    torch.distributed.
     """
     operation = OPERATIONS[op]
     named = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
@@ -113,13 +117,16 @@ def case_groups(
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case on one backend. `sent` is filled before the call, and `received` is checked after."""
+    """A case on one backend.
+
+    The caller fills `sent` before the first call, and checks `received` after the last call.
+    """
 
     sent: Tensor
     received: Tensor
     call: Callable[[], Any]
     close: Callable[[], None] = lambda: None
-    operations: int = 1  # number of operations per call, by which reported times are divided
+    operations: int = 1  # number of operations per call; times are reported per operation
 
 
 @dataclass(frozen=True)
@@ -127,22 +134,22 @@ class Backend:
     """A backend, or one algorithm of a backend, that a sweep can measure."""
 
     name: str  # the name in --backends, tables and JSON
-    about: str  # the version or variant, or ""
-    # Allocates the tensors of a case and returns the call. Raises Unsupported, with the reason, if
-    # the backend cannot run the case.
+    about: str  # a description, such as the version or variant, or ""
+    # Allocates the tensors of a case and returns the prepared case. Raises Unsupported, with the
+    # reason as message, if the backend cannot run the case.
     prepare: Callable[[CollectiveCase], PreparedCase]
     group: dist.ProcessGroup | None = None  # the group of a torch.distributed backend
 
 
 class Buffers:
-    """Ordinary tensors that all backends share, so that all backends use the same memory pages."""
+    """Ordinary tensors. All backends share them, so all backends use the same memory pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the tensor of this role. It is reallocated if the size or dtype changes."""
+        """Return the tensor with this role. It is reallocated if `count` or `dtype` has changed."""
         tensor = self._tensors.get(role)
         if tensor is None or tensor.numel() != count or tensor.dtype != dtype:
             self._tensors.pop(role, None)  # free the old tensor before a new one is allocated
@@ -157,16 +164,17 @@ def allocate(
 
     `sent` and `received` are the arguments of the call. The tensor to fill is empty on ranks
     without input, and the tensor to check is empty on ranks without a result. `take(role, count)`
-    returns a tensor with `count` elements in its last dim. All ranks call `take` with the same
-    roles and counts in the same order, as symmetric memory requires.
+    must return a tensor with `count` elements in its last dim. Symmetric memory requires that all
+    ranks call `take` with the same roles and counts in the same order.
     """
     name, nothing = case.operation.name, torch.empty(0, dtype=case.dtype)
-    # In gather and scatter, only the root works in place, but all ranks allocate both tensors.
+    # gather and scatter are in place only on the root, but all ranks allocate both tensors.
     root_in_place = name in ("gather", "scatter")
     if name == "barrier":
         sent = received = nothing
     elif not case.in_place or root_in_place:
-        # Shards are uneven, but symmetric memory requires the same number of elements on all ranks.
+        # In all_gather_uneven, allocate the largest shard on all ranks, because symmetric memory
+        # requires the same number of elements on all ranks.
         uneven = name == "all_gather_uneven"
         largest = max(uneven_shards(case.count, case.ranks)) if uneven else case.sent_count
         sent = take("sent", largest)[..., : case.sent_count]
@@ -185,25 +193,25 @@ def allocate(
 
 
 def copy_then_call(received: Tensor, sent: Tensor, call: Callable[[], Any]) -> None:
-    """Call an in-place operation on a copy of the input, so that the input is kept."""
+    """Copy the input to `received` and make the in-place call, so that the input is kept."""
     received.copy_(sent)
     call()
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The data that this rank sends in a case, and the result that it must receive."""
+    """The data that this rank sends in a case, and the expected result."""
 
     sent: Tensor
     expected: Tensor
 
     def count_wrong(self, received: Tensor) -> int:
-        """Return the number of elements that differ from the expected result, or are NaN."""
+        """Return the number of elements that are NaN or differ from the expected result."""
         return int((received.to(self.expected.device) != self.expected).sum())
 
 
 def payload(case: CollectiveCase) -> Payload:
-    """Return the data that this rank sends and the result that it expects. Either may be empty."""
+    """Return the data and the expected result of this rank. Each of the two may be empty."""
     count, rank, nothing = case.count, case.rank, torch.empty(0, dtype=case.dtype)
     tiles = _tiles(case.dtype, case.ranks)
     summed = torch.stack(tiles).sum(0).to(case.dtype) if case.operation.reduces else tiles[0]
@@ -234,8 +242,8 @@ def payload(case: CollectiveCase) -> Payload:
 
 
 def _tiles(dtype: torch.dtype, ranks: int) -> list[Tensor]:
-    """Return one period of the data of each rank."""
-    # All integers up to 2 / eps are exact in a floating-point type.
+    """Return one period of each rank's data."""
+    # A floating-point dtype represents all integers up to 2 / eps exactly.
     exact = int(2 / torch.finfo(dtype).eps) if dtype in _FLOATS else torch.iinfo(dtype).max
     largest = max(1, min(1000, exact // ranks))
     tiles = []
@@ -246,7 +254,7 @@ def _tiles(dtype: torch.dtype, ranks: int) -> list[Tensor]:
 
 
 def _repeat(tile: Tensor, first: int, length: int) -> Tensor:
-    """Return `length` elements, from index `first` on, of the infinitely repeated tile."""
+    """Return elements `first` to `first + length - 1` of an infinitely repeated tile."""
     start = first % _PERIOD
     times = -(-(start + length) // _PERIOD)
     return tile.repeat(times)[start : start + length]

@@ -1,4 +1,4 @@
-"""The sweep of `tutti bench collectives`, which measures all backends of a case in turn."""
+"""The sweep of `tutti bench collectives`: for each case, all backends are measured in turn."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from tutti.measure.units import format_size
 from tutti.world.rank_cases import Cases
 from tutti.world.world import World
 
-_LONG_CALL_SECONDS = 0.02  # if calls are longer, fewer rounds are enough
+_LONG_CALL_SECONDS = 0.02  # if a call is longer, fewer rounds are measured
 _ROUNDS_OF_LONG_CALLS = 4
 _MAX_CALLS_PER_ROUND = 1000
 
@@ -38,9 +38,9 @@ class _Entry:
     wrong: int = 0
 
     def reset(self) -> None:
-        """Clear the result, then write the input.
+        """Clear the receive tensor, then write the input.
 
-        The order matters, because an in-place case has the same tensor for result and input.
+        This order is required, because an in-place case receives into the tensor of its input.
         """
         self.prepared.received.zero_()
         self.prepared.sent.copy_(self.data.sent)
@@ -48,7 +48,7 @@ class _Entry:
 
 @dataclass
 class Sweep:
-    """Measures cases one after the other, and keeps the rows and the skipped operations."""
+    """Measures cases one after the other, and collects rows and skipped operations."""
 
     backends: Sequence[Backend]
     control: RankControl
@@ -69,9 +69,10 @@ class Sweep:
         report: Callable[[list[Row]], None],
         cases: Cases | None = None,
     ) -> None:
-        """Measure all cases. After each group, `report` is called with the rows of the group.
+        """Measure all cases. After each group, call `report` with the rows of the group.
 
-        `cases` has the groups that were measured before a restart, and the groups that crashed.
+        `cases` contains the rows of groups that were measured before the ranks were restarted, and
+        the names of groups that crashed. Groups of both kinds are not measured again.
         """
         cases = cases or Cases(None)
         for group in groups:
@@ -90,9 +91,9 @@ class Sweep:
         self.complete = True
 
     def planned_rows(self, groups: Iterable[Sequence[CollectiveCase]]) -> list[Row]:
-        """Return the rows that the run will measure, with ideal figures.
+        """Return the rows that the run will measure, with ideal values instead of measured ones.
 
-        With these rows, the caller checks before the run whether --expect has a figure for any row.
+        Before the run, the caller uses these rows to check that --expect applies to any row.
         """
         times = {"p50": 1e-9, "p95": 1e-9, "min": 1e-9, "cv": 0.0}
         ideal = {"time_us": times, "busbw_gbs": math.inf, "group": 1, "wrong": 0}
@@ -121,7 +122,7 @@ class Sweep:
         return [] if self.stopped else rows
 
     def _prepare(self, case: CollectiveCase) -> Iterator[_Entry]:
-        """Yield the backends that support the case, after a checked first call and a warm-up."""
+        """Yield an entry per backend that supports the case, after a checked call and a warm-up."""
         data = payload(case)
         for backend in self.backends:
             prepared, reason = try_on_all_ranks(partial(backend.prepare, case))
@@ -145,13 +146,16 @@ class Sweep:
             self.skipped.append({**key, "dtype": _dtype_name(case.dtype), "reason": reason})
 
     def _time(self, entry: _Entry, times: int) -> float:
-        """Return the mean seconds per call of the slowest rank. All ranks return the same value."""
+        """Return the mean seconds per call on the slowest rank. All ranks return the same value."""
         self.control.check_stop()
         seconds = time_back_to_back(entry.prepared.call, times, self.world.device)
         return max(1e-7, self.control.max_over_ranks([float(seconds.mean())])[0])
 
     def _interleave(self, case: CollectiveCase, entries: list[_Entry], timing: str) -> list[Tensor]:
-        """Return the seconds of every call of each entry. The order of entries rotates by round."""
+        """Return one tensor per entry with the seconds of its calls.
+
+        Each round measures all entries. The entry that starts a round changes from round to round.
+        """
         rounds = self.max_rounds
         if any(entry.seconds > _LONG_CALL_SECONDS for entry in entries):
             rounds = min(_ROUNDS_OF_LONG_CALLS, rounds)
@@ -171,8 +175,8 @@ class Sweep:
                     return []
                 samples[position].append(self._round(entry, timing))
                 if last_round:
-                    # The input of a timed in-place reduction is the result of the previous call,
-                    # so one more call with fresh data is made and its result is checked.
+                    # A timed in-place reduction has the result of the previous call as input. To
+                    # check the result, make one more call with the original input.
                     call_again = case.in_place and case.operation.reduces
                     wrong = self._count_wrong(entry, call_again)
                     entry.wrong += self.control.sum_over_ranks(wrong)
@@ -182,10 +186,10 @@ class Sweep:
         ]
 
     def _round(self, entry: _Entry, timing: str) -> Tensor:
-        """Return the seconds of each call of one round. A call is timed on its slowest rank."""
+        """Return the seconds of each call in one round, on the slowest rank of the call."""
         call = entry.prepared.call
-        # Start with untimed calls. They refill the caches, which other backends have used since the
-        # last turn, and they align the ranks, which leave the barrier at different times.
+        # The untimed calls refill the caches, which other backends have used in the meantime. They
+        # also align the ranks, which leave the barrier at different times.
         for _ in range(1 if entry.seconds > 1e-3 else 3):
             call()
         if timing == "back-to-back":
@@ -197,7 +201,10 @@ class Sweep:
         return self.control.max_of_tensor(ends) - self.control.max_of_tensor(starts)
 
     def _count_wrong(self, entry: _Entry, call_again: bool) -> int:
-        """Return the number of wrong elements on this rank. With `call_again`, call once more."""
+        """Return the number of wrong elements on this rank.
+
+        With `call_again`, write the original input and call the operation before the check.
+        """
         if call_again:
             entry.reset()
             entry.prepared.call()
@@ -241,16 +248,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 # ---- `tutti bench tune`: the table from which tutti.comm chooses a path by message size ----
 
-# {backend of a row: path}. Backends on symmetric tensors are not listed, because the table is for
-# ordinary tensors.
+# {backend in a row: path in the table}. Backends for symmetric tensors are missing, because the
+# table is for ordinary tensors.
 PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}
-# The path changes from one size to the next only if this saves at least this fraction of the time,
-# added up over the next and all larger sizes.
+# The cost of a change of path from one size to the next, as a fraction of the time of one call.
 _MIN_GAIN = 0.05
 
 
 def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:
-    """Return a measurement for each row of a sweep that has a correct result."""
+    """Return one measurement per row with a correct result."""
     return [
         Measured(row["op"], device, PATH_OF[row["backend"]], row["bytes"], row["time_us"]["p50"])
         for row in rows
@@ -261,10 +267,10 @@ def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measu
 def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
     """Choose a path for each message size of one operation, and return the chosen measurements.
 
-    If the fastest path were chosen at each size, noise would make the choice alternate at sizes for
-    which two paths are about equally fast. Instead, the sum of ln(time / fastest time) over sizes,
-    plus ln 1.05 per change of path, is minimized by dynamic programming over ascending sizes
-    (Viterbi).
+    If two paths are about equally fast, the fastest path alternates between sizes because of noise.
+    Therefore each change of path has a cost. The chosen paths minimize the sum of
+    ln(time / fastest time) over all sizes, plus ln 1.05 per change of path. The minimum is found by
+    dynamic programming over ascending sizes (Viterbi algorithm).
     """
     by_size: dict[int, dict[str, Measured]] = {}
     for sample in sorted(measured, key=lambda sample: sample.bytes):

@@ -37,7 +37,7 @@ _PLACEMENTS = {"in": "in-place", "out": "out-of-place"}
 class CollectivesTable:
     """Prints rows as soon as they are measured."""
 
-    spread: bool = False
+    spread: bool = False  # whether to print the columns min, p99 and cv%
     operation: str = ""  # operation of the last printed row
     columns: Sequence[str] = ()  # columns that are printed for this operation
 
@@ -109,9 +109,9 @@ def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _ratio(row: Row, rows: list[Row]) -> str:
-    """Return the speed of a row relative to the first backend.
+    """Return the speed of a row relative to the row of the first backend.
 
-    The speed of grouped calls is relative to single calls of the same backend.
+    For grouped calls, return the speed relative to single calls of the same backend.
     """
     kind = (row["placement"], row["timing"])
     comparable = [other for other in rows if (other["placement"], other["timing"]) == kind]
@@ -130,7 +130,7 @@ def _format_us(microseconds: float) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Return the rows as CSV with a header. time_us becomes columns time_us_p50, time_us_p95, …"""
+    """Return the rows as CSV with a header. `time_us` becomes columns such as `time_us_p50`."""
     text = io.StringIO()
     for number, row in enumerate(rows):
         flat = {key: value for key, value in row.items() if key != "time_us"}

@@ -1,4 +1,4 @@
-"""Pairs: a baseline and its optimized form, measured in turn in one process group and compared.
+"""Pairs: a baseline and an optimized form of it, which are measured in turn and compared.
 
 `tutti bench pairs --file FILE` measures your own pairs. Each pair is made by a function in FILE:
 
@@ -16,9 +16,10 @@
 
     PAIRS = [one_call_for_all_rows]
 
-The name of a pair is the name of the function with dashes instead of underscores. The first line of
-the docstring describes the two sides. This module does not import torch, so that the command line
-can look up names quickly before ranks are started.
+The name of a pair is the name of its function with dashes instead of underscores. The first line of
+the function's docstring describes the two sides of the pair: the baseline, an arrow (→) and the
+optimized form. This module does not import torch, so that the command line can look up names
+quickly before it starts ranks.
 """
 
 import importlib.util
@@ -42,30 +43,30 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two functions without arguments that do the same work, on every rank.
+    """Two functions without arguments that do the same work. Every rank calls both functions.
 
-    Each function returns its result: a tensor, a number, or a list, tuple or dict of results. Calls
-    are independent of each other and can be repeated. On CUDA, a call may return before its work on
-    the current stream is done; the harness synchronizes.
+    Each function returns its result: a tensor, a number, or a list, tuple or dict of results. The
+    result must not depend on earlier calls. On CUDA, a call may return before its work on the
+    current stream is done, because the harness synchronizes the device.
     """
 
     baseline: Callable[[], Any]
     optimized: Callable[[], Any]
     tolerance: float = 0.0
-    """Largest allowed difference of the results, relative to the largest value of the baseline."""
+    """Largest allowed difference of the results, relative to the baseline's largest value."""
     reason: str = ""
     """The workload, and why the tolerance is not 0. This text is printed below the row."""
     close: Callable[[], None] = lambda: None
-    """A function that is called on all ranks after the pair was measured."""
+    """A function that all ranks call after the measurement of the pair, to free resources."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The environment of a pair, which every function that makes a pair gets as its argument."""
+    """The world and the workload size. Every function that makes a pair gets a Setting."""
 
     world: "World"
     quick: bool = False
-    """Whether to use small workloads that only check that a pair works."""
+    """Whether to use small workloads, which only check that a pair works (--quick)."""
 
     @property
     def device(self) -> "torch.device":
@@ -93,12 +94,12 @@ class PairEntry(NamedTuple):
     """The name and description of a pair, and a function that makes the pair."""
 
     name: str
-    about: str  # what the baseline does → what the optimized form does
+    about: str  # "the baseline → the optimized form"
     make: Callable[[Setting], Pair]
 
 
 def _make_builtin(name: str, setting: Setting) -> Pair:
-    """Return a built-in pair. Its module is imported only here, because it imports torch."""
+    """Return a built-in pair. The module of the pair is imported here, because it imports torch."""
     kind = "memory" if name in ("pinned", "unified", "placement") else "communication"
     module = import_module(f"tutti.bench.pairs.{kind}_pairs")
     pair: Pair = getattr(module, name.replace("-", "_"))(setting)
@@ -110,29 +111,32 @@ BUILTIN_PAIRS = {
     for name, about in (
         ("data-parallel", "DataParallel in one process → DDP, one process per GPU"),
         ("overlap", "gradients all-reduced after backward → during backward"),
-        ("grouped", "many small all-reduces → the same in comm.group()"),
+        ("grouped", "many small all-reduces → the same all-reduces in comm.group()"),
         ("buckets", "all gradients in one bucket → buckets of the fastest size"),
-        ("from-scratch", "an all-reduce for each gradient → one for all gradients"),
+        ("from-scratch", "one all-reduce per gradient → one all-reduce for all gradients"),
         ("pinned", "copies to the GPU from pageable memory → from pinned memory"),
         ("shm", "a DDP step over gloo → over shared memory"),
         ("symmetric", "a small message with a collective → with symmetric memory"),
-        ("accumulation", "all-reduce after each small batch → after several"),
+        ("accumulation", "all-reduce after each microbatch → after several microbatches"),
         ("unified", "explicit copies through pinned memory → unified memory"),
-        ("placement", "memory on this rank's NUMA node → on another, slower node"),
+        ("placement", "memory on this rank's NUMA node → on another, slower NUMA node"),
         ("bf16-gradients", "gradients sent in full precision → as bfloat16"),
     )
 }
 
 
 def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
-    """Return the pairs named by --only, or else all pairs of --file, or else all built-in pairs."""
+    """Return the pairs that --only names.
+
+    Without --only, return all pairs of --file. Without --file, return all built-in pairs.
+    """
     from_file = {} if file is None else {entry.name: entry for entry in _entries_in(file)}
     available = BUILTIN_PAIRS | from_file
     for name in only:
         if name not in available:
-            raise UsageError(f"--only has no pair {name!r}: {did_you_mean(name, available)}")
+            raise UsageError(f"--only: there is no pair {name!r}: {did_you_mean(name, available)}")
         if only.count(name) > 1:
-            raise UsageError(f"--only {','.join(only)} has {name} twice")
+            raise UsageError(f"--only {','.join(only)} names {name} twice: name each pair once")
     return [available[name] for name in only or from_file or BUILTIN_PAIRS]
 
 
@@ -146,7 +150,7 @@ def _entries_in(file: Path) -> Iterator[PairEntry]:
     module: Any = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise any exception
         raise UsageError(f"--file {file}: {type(error).__name__}: {error}") from error
     factories = getattr(module, "PAIRS", None)
     if not isinstance(factories, list) or not factories or not all(map(callable, factories)):

@@ -1,7 +1,7 @@
-"""Pairs that communicate the same data in different ways: training steps, then single messages.
+"""Built-in pairs about communication: whole training steps, then single messages and collectives.
 
-The model of a training step is a stack of linear layers without biases, so the size of its
-gradients is easy to set.
+The model in the training steps is a stack of linear layers without biases, because the total size
+of its gradients is easy to set.
 """
 
 import time
@@ -30,7 +30,7 @@ from tutti.world.exchange import gather_json
 
 Future = torch.futures.Future[Tensor]
 
-# Bucket sizes to try, in MiB. The gradients have 64 MiB on the CPU and 192 MiB on a GPU.
+# Bucket sizes to try, in MiB. All gradients together have 64 MiB on the CPU and 192 MiB on a GPU.
 _CPU_BUCKETS, _GPU_BUCKETS = (4.0, 8.0, 16.0), (12.0, 25.0, 50.0)
 _ONE_BUCKET = 1 << 20  # in MiB, more than all gradients together
 _MICROBATCHES = 4
@@ -44,9 +44,9 @@ def data_parallel(setting: Setting) -> Pair:
     world = setting.world
     gpus = torch.cuda.device_count() if setting.on_gpu else 0
     enough = world.size > 1 and world.nodes == 1 and gpus >= world.size and not world.sharing_note
-    found = f"there are {gpus} GPUs for {world.size} ranks"
+    found = f"{gpus} GPUs are visible to {world.size} ranks"
     setting.need(
-        enough, f"DataParallel needs two or more ranks on one host and a GPU each: {found}"
+        enough, f"DataParallel needs two or more ranks on one host and one GPU per rank: {found}"
     )
     size = _size(setting, "large")
     replica = _ddp(size, setting)
@@ -61,12 +61,12 @@ def data_parallel(setting: Setting) -> Pair:
         gradients = _backward(replica, own_batch)
         return gradients if world.is_first else []
 
-    reason = f"{size.about}; matrix products of different shapes sum in different orders"
+    reason = f"{size.about}; the order of sums depends on the batch size per GPU"
     return Pair(one_process, one_process_per_gpu, tolerance=1e-4, reason=reason)
 
 
 def overlap(setting: Setting) -> Pair:
-    """Compare all-reduces of the same buckets after backward with all-reduces during backward."""
+    """Compare all-reduces of all buckets after backward with all-reduces during backward."""
     size = _size(setting, "many layers")
     bucket_mb = size.width**2 * 4 / 2**20  # one bucket per layer
     after, during = (_ddp(size, setting, bucket_mb=bucket_mb) for _ in range(2))
@@ -84,13 +84,13 @@ def buckets(setting: Setting) -> Pair:
     models = {mb: _ddp(size, setting, bucket_mb=mb) for mb in candidates}
     best = _fastest(setting, {mb: partial(_backward, models[mb], batch) for mb in models})
     tried = ", ".join(f"{mb:g}" for mb in candidates)
-    reason = f"; {best:g} MiB was the fastest of {tried}"
+    reason = f"; {best:g} MiB was the fastest bucket size of {tried} MiB"
     return _step_pair(size, setting, one, models[best], 0.0, reason)
 
 
 def shm(setting: Setting) -> Pair:
     """Compare the same DDP step on a gloo group and on an shm group."""
-    setting.need(not setting.on_gpu, "gloo and shm are compared on CPU tensors: use --device cpu")
+    setting.need(not setting.on_gpu, "this pair compares gloo and shm on the CPU: use --device cpu")
     size = _size(setting, "small")
     groups = [process_group(name)[0] for name in ("gloo", "shm")]
     over_gloo, over_shm = (_ddp(size, setting, group=group) for group in groups)
@@ -116,25 +116,26 @@ def accumulation(setting: Setting) -> Pair:
 
 
 def bf16_gradients(setting: Setting) -> Pair:
-    """Compare all-reduces of gradients in float32 and in bfloat16, which has half the bytes."""
+    """Compare gradient all-reduces in float32 with all-reduces in bfloat16 (half the bytes)."""
     size = _size(setting, "large")
     full, rounded = (_ddp(size, setting) for _ in range(2))
     rounded.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
-    # The gradient of each rank and the sum are rounded, each by at most 2⁻⁸ of its value.
+    # Tolerance: the gradients of each rank and their sum are rounded, each time by at most 2⁻⁸ of
+    # the value.
     return _step_pair(size, setting, full, rounded, 1e-2, "; bfloat16 has 8 significant bits")
 
 
 def _sum_tolerance(setting: Setting) -> tuple[float, str]:
-    """Return (tolerance, reason) for two backends that may sum the ranks in different orders."""
+    """Return (tolerance, reason) for two backends that may sum over ranks in different orders."""
     if setting.world.size <= 2:  # a sum of two numbers does not depend on their order
         return 0.0, ""
-    return 1e-5, "; the order in which ranks are summed differs"
+    return 1e-5, "; the order of the sum over ranks differs"
 
 
 def _step_pair(
     size: "_Size", setting: Setting, baseline: Any, optimized: Any, tolerance: float, reason: str
 ) -> Pair:
-    """Return a pair that compares the steps of two models on the same batch."""
+    """Return a pair that compares forward and backward of two models on the same batch."""
     batch = [_inputs(size, setting)]
     sides = partial(_backward, baseline, batch), partial(_backward, optimized, batch)
     return Pair(*sides, tolerance, size.about + reason)
@@ -143,7 +144,7 @@ def _step_pair(
 def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> float:
     """Return the key of the fastest call. All ranks must call this function.
 
-    The calls are timed in turn. The time of a call is the median time of the slowest rank.
+    The calls are timed in turn. The time of a call is its median time on the slowest rank.
     """
     times: dict[float, list[float]] = {key: [] for key in calls}
     for _ in range(setting.pick(5, 1) + 2):
@@ -159,7 +160,7 @@ def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> floa
     return min(zip(slowest, medians, strict=True))[1]
 
 
-# ---- The model and its step ----
+# ---- The model, its inputs, and forward and backward ----
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,13 @@ class _Size:
 
 # {name: (size on the CPU, size on a GPU)}
 _SIZES = {
-    # Gradients are larger than the caches. Communicating them takes as long as computing them.
+    # All gradients together are larger than the caches, and their communication takes about as long
+    # as their computation.
     "large": (_Size(16, 1024, 8), _Size(12, 2048, 1024)),
-    # Layers of equal size. The backward of a layer takes several times as long as its all-reduce.
+    # The backward of a layer takes several times as long as the all-reduce of its gradient.
     "many layers": (_Size(12, 512, 128), _Size(12, 2048, 1024)),
-    # A development-sized model: communication takes as long as computation.
+    # The size of a small model on a development machine, for which communication takes about as
+    # long as computation.
     "small": (_Size(10, 512, 8), _Size(12, 1024, 64)),
 }
 
@@ -190,7 +193,7 @@ def _size(setting: Setting, name: str) -> _Size:
 
 
 def _model(size: _Size, setting: Setting) -> nn.Module:
-    """Return a model whose weights are the same on every rank and for both sides."""
+    """Return a model. Its weights are the same on every rank and for both sides of a pair."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(size.layers):
@@ -223,18 +226,18 @@ def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) ->
     for number, batch in enumerate(batches, 1):
         local = sync_once and number < len(batches)
         with model.no_sync() if local else nullcontext():
-            # The target is the input, shifted by one element.
+            # The target of the squared error is the input, shifted by one element.
             (model(batch) - batch.roll(1, -1)).square().mean().backward()
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-# ---- A communication hook of DDP: (state, bucket) → future with the mean of the bucket ----
+# ---- A DDP communication hook: (state, bucket) → future of the bucket's mean over all ranks ----
 
 
 def _reduce_after_backward(pending: list[tuple[Tensor, Future]], bucket: dist.GradBucket) -> Future:
-    """Return a future of the reduced bucket. All reductions start when the last bucket is ready."""
+    """Return a future of the reduced bucket. All-reduces start when the last bucket is ready."""
     device = bucket.buffer().device
-    # On a GPU the future needs the device, so that DDP waits for the right stream.
+    # On a GPU, the future needs the device, so that DDP waits for the stream of the all-reduce.
     future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
     pending.append((bucket.buffer(), future))
     if bucket.is_last():
@@ -249,11 +252,14 @@ def _complete(promised: Future, reduced: "torch.futures.Future[list[Tensor]]") -
     promised.set_result(reduced.value()[0])
 
 
-# ---- Messages ----
+# ---- Single messages and collectives ----
 
 
 def grouped(setting: Setting) -> Pair:
-    """Compare single all-reduces with a comm.group() of the same all-reduces, to save latency."""
+    """Compare single small all-reduces with the same all-reduces in one comm.group().
+
+    In a group, the latency is paid once instead of once per all-reduce.
+    """
     count, elements = setting.pick(64, 8), 256
     generator = torch.Generator().manual_seed(setting.world.rank)
     sent = torch.randint(1, 9, (count, elements), generator=generator).float().to(setting.device)
@@ -273,7 +279,7 @@ def grouped(setting: Setting) -> Pair:
 
 
 def from_scratch(setting: Setting) -> Pair:
-    """Compare one all-reduce per gradient (parallel/teaching.py) with coalesced all-reduces."""
+    """Compare one all-reduce per gradient (parallel/teaching.py) with a coalesced all-reduce."""
     depth = setting.pick(28, 10)
     with torch.device("meta"):
         model = WideResNet(WideResNetConfig(depth=depth, width=1))
@@ -299,10 +305,10 @@ def from_scratch(setting: Setting) -> Pair:
 
 
 def symmetric(setting: Setting) -> Pair:
-    """Compare send and receive, which synchronize both ranks, with put_signal to the peer."""
+    """Compare send and recv, which synchronize both ranks, with a one-sided put_signal."""
     world = setting.world
     setting.need(world.size > 1, "a message needs a peer: use --ranks 2")
-    setting.need(world.nodes == 1, "symmetric memory spans one host only")
+    setting.need(world.nodes == 1, "symmetric memory works within one host only")
     if setting.on_gpu:
         return _one_shot_all_reduce(setting)
     elements, rank = 64, world.rank
@@ -321,12 +327,12 @@ def symmetric(setting: Setting) -> Pair:
         dist.destroy_process_group(group)
 
     optimized = partial(exchange.exchange, sent)
-    reason = f"each rank sends {sent.nbytes} bytes to the next: shm send and recv, or put_signal"
+    reason = f"each rank sends {sent.nbytes} bytes to the next rank: shm send and recv → put_signal"
     return Pair(by_collective, optimized, reason=reason, close=close)
 
 
 def _one_shot_all_reduce(setting: Setting) -> Pair:
-    """Compare dist.all_reduce with a kernel that reads the memory of the other ranks, on GPUs."""
+    """Compare dist.all_reduce with an all-reduce kernel that reads the other GPUs' memory."""
     elements = 4096
     heap = Heap(bytes=1 << 20, device=setting.device)
     shared = heap.empty(elements, dtype=torch.float32)
@@ -349,12 +355,12 @@ def _one_shot_all_reduce(setting: Setting) -> Pair:
 class RingExchange:
     """Every rank puts a message into the memory of the next rank, and signals its arrival.
 
-    Two buffers alternate. At the start of an exchange, each rank signals to its sender that it no
-    longer needs the message of the previous exchange. The sender waits for this signal before it
-    writes to the buffer of that message again.
+    Exchanges use two buffers in turn, so message n overwrites message n - 2. At the start of
+    exchange n, each rank signals to the previous rank that it has read n - 1 messages. Before a
+    rank sends message n, it waits until the next rank has signalled that n - 2 messages are read.
     """
 
-    _ARRIVED, _READ = 0, 1  # signal slots; the value of a signal is a number of messages
+    _ARRIVED, _READ = 0, 1  # signal slots; the value of a signal is the number of messages so far
 
     def __init__(self, elements: int, following: int, previous: int) -> None:
         self.heap = Heap(bytes=1 << 16, device="cpu")

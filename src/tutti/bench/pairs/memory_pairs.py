@@ -1,8 +1,8 @@
-"""Pairs of memory types: pageable or pinned, copied or unified, on a near or a far NUMA node.
+"""Built-in pairs about memory: pinned memory, unified memory and NUMA placement.
 
-Unified memory (cudaMallocManaged) has the same address on the CPU and on the GPU. Its pages migrate
-when they are accessed, one page fault at a time, unless they are prefetched. Explicit copies to and
-from page-locked memory run at the full speed of the link.
+Unified memory (cudaMallocManaged) has the same address on the CPU and on the GPU. Each page
+migrates in a page fault at its first access, unless it is prefetched. Explicit copies to and from
+page-locked (pinned) memory run at the full speed of the link.
 """
 
 import ctypes
@@ -30,7 +30,8 @@ _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 def pinned(setting: Setting) -> Pair:
     """Compare copies to the GPU from pageable memory and from pinned memory.
 
-    CUDA first copies pageable memory to a pinned buffer. The GPU reads pinned memory directly.
+    CUDA copies pageable memory to a pinned buffer before the transfer. The GPU reads pinned memory
+    directly.
     """
     setting.need(setting.on_gpu, "copies to a GPU need a GPU: use --device cuda")
     pageable = _host_tensor(setting)
@@ -44,7 +45,7 @@ def pinned(setting: Setting) -> Pair:
 
 
 def unified(setting: Setting) -> Pair:
-    """Compare explicit copies with prefetched unified memory, for the same work on the GPU."""
+    """Compare explicit copies with prefetched unified memory. The work on the GPU is the same."""
     setting.need(setting.on_gpu, "unified memory needs a GPU: use --device cuda")
     data = _host_tensor(setting)
 
@@ -59,10 +60,10 @@ def unified(setting: Setting) -> Pair:
 
 
 def placement(setting: Setting) -> Pair:
-    """Compare copies from memory on the near NUMA node with copies from another NUMA node."""
+    """Compare copies from memory on this rank's NUMA node with copies from another NUMA node."""
     nodes = {node: cpus for node, cpus in numa_nodes().items() if _can_run_on(cpus)}
-    setting.need(len(nodes) > 1, "placement needs two NUMA nodes with CPUs of this process")
-    # Ranks are bound to CPUs near their device, so the node with most of these CPUs is near.
+    setting.need(len(nodes) > 1, "placement needs two NUMA nodes on whose CPUs this rank can run")
+    # A rank is pinned to CPUs near its device, so the node with most of its CPUs is the near node.
     near = max(nodes, key=lambda node: len(set(allowed_cpus()) & set(nodes[node])))
     far = next(node for node in nodes if node != near)
     sources = {}
@@ -84,8 +85,8 @@ def placement(setting: Setting) -> Pair:
 
 
 def _host_tensor(setting: Setting) -> Tensor:
-    # Only this thread writes the tensor, because the kernel places a page on the NUMA node of the
-    # thread that first writes to the page.
+    # The kernel places a page on the NUMA node of the thread that first writes to the page. numpy
+    # writes all elements in this thread, so the whole tensor is on the thread's NUMA node.
     count = setting.pick(_BYTES, _QUICK_BYTES) // 4
     return torch.from_numpy(np.arange(count, dtype=np.float32))
 
@@ -115,7 +116,7 @@ def _running_on(cpus: tuple[int, ...]) -> Iterator[None]:
 def through_unified_memory(data: Tensor, work: Work) -> Tensor:
     """Copy `data` to unified memory, run `work` on the GPU, and return the result on the CPU.
 
-    The pages are prefetched: they migrate before they are accessed, instead of at each page fault.
+    The pages are prefetched, so they migrate before the first access instead of in page faults.
     """
     source = Managed(data.shape, data.dtype)
     source.on_cpu.copy_(data)
@@ -143,10 +144,10 @@ def through_pinned_copies(data: Tensor, work: Work) -> Tensor:
 
 
 class Managed:
-    """A block of unified memory with two tensors on it, one for the CPU and one for the GPU.
+    """A block of unified memory, as a CPU tensor (`on_cpu`) and as a GPU tensor (`on_gpu`).
 
-    The memory is freed when both tensors and this object are gone. The caller must synchronize with
-    the GPU before the CPU reads data that the GPU wrote.
+    The memory is freed when both tensors and this object have been deleted. The caller must
+    synchronize with the GPU before the CPU reads data that the GPU wrote.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -165,7 +166,7 @@ class Managed:
         pointer, count = ctypes.c_void_p(block.address), ctypes.c_size_t(block.bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         place: tuple[Any, ...]
-        # From CUDA 13 on, the call takes a location and flags instead of a device number.
+        # From CUDA 13 on, cudaMemPrefetchAsync takes a location and flags, not a device number.
         if int(str(torch.version.cuda).split(".")[0]) >= 13:
             place = (_Location(*((1, block.device) if to_gpu else (2, 0))), ctypes.c_uint(0))
         else:
@@ -174,9 +175,9 @@ class Managed:
 
 
 class _Block:
-    """Memory from cudaMallocManaged, which is freed together with this object.
+    """Memory from cudaMallocManaged. It is freed when this object is deleted.
 
-    The GPU tensor, and the ctypes array behind the CPU tensor, hold references to this object.
+    The GPU tensor and the ctypes array of the CPU tensor hold references to this object.
     """
 
     def __init__(self, size: int) -> None:
@@ -208,13 +209,18 @@ def _check(code: int, size: int) -> None:
     if code != 0:
         message = _cudart().cudaGetErrorString
         message.restype = ctypes.c_char_p
-        raise UsageError(f"unified memory of {size} bytes failed: {message(code).decode()}")
+        raise UsageError(f"a unified-memory call for {size} bytes failed: {message(code).decode()}")
 
 
 @cache
 def _cudart() -> ctypes.CDLL:
-    """Return the CUDA runtime that torch has loaded. A second runtime would have its own state."""
+    """Return the CUDA runtime library that torch has loaded.
+
+    A second copy of the library would have separate state.
+    """
     found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", Path("/proc/self/maps").read_text())
     if found is None:
-        raise UsageError("unified memory needs torch's CUDA runtime, which is not a shared library")
+        raise UsageError(
+            "unified memory needs libcudart as a shared library, but torch has not loaded one"
+        )
     return ctypes.CDLL(found[1])

@@ -1,9 +1,10 @@
-"""The harness of `tutti bench pairs`: both sides alternate in rounds, and each round gives a ratio.
+"""The harness of `tutti bench pairs`: each round times both sides of a pair and gives their ratio.
 
-In a round, each side makes a few calls, and the side that is measured first alternates between
-rounds. The time of a side in a round is the time of its slowest rank. A disturbance longer than a
-round affects both sides, so the ratio of the two times varies less than each time. The speed-up is
-the median of the ratios, and the spread is the interval between the quartiles of the ratios.
+In a round, each side makes a few calls. Even rounds start with the baseline, and odd rounds start
+with the optimized form. The time of a side in a round is the time of its slowest rank. A
+disturbance longer than a round affects both sides, so the ratio varies less than the times. The
+speed-up is the median of the ratios over all rounds. The spread is the interval between the first
+and the third quartile of the ratios.
 """
 
 import math
@@ -27,7 +28,7 @@ from tutti.world.errors import UsageError
 
 _MIN_ROUNDS = 6
 _MAX_CALLS = 1000
-# One untimed call before each turn warms up caches and threads, unless calls are longer than this.
+# If a call is shorter, one untimed call before each timed turn warms up caches and threads.
 _LONG_CALL_SECONDS = 0.05
 
 _STATISTICS = ("baseline_ms", "optimized_ms", "speedup", "spread")
@@ -46,7 +47,7 @@ class _Side:
 
 @dataclass
 class PairedRuns:
-    """Measures pairs one after the other, and collects a row per pair. All ranks have all rows."""
+    """Measures pairs one after the other and collects one row per pair. All ranks have all rows."""
 
     setting: Setting
     control: RankControl
@@ -56,13 +57,13 @@ class PairedRuns:
     stopped: bool = False
 
     def run(self, entry: PairEntry) -> None:
-        """Measure a pair, and add its row unless the run was stopped. All ranks must call this."""
+        """Measure a pair, and add its row unless the run was stopped. All ranks must call it."""
         row = self._measure(entry)
         if not self.stopped:
             self.rows.append(row)
 
     def add_failed(self, entry: PairEntry, error: str) -> None:
-        """Add the row of a pair that crashed before the ranks were started again."""
+        """Add a row for a pair whose ranks crashed and were started again."""
         check = f"failed: {error.replace('failed: ', '', 1)}"
         named = {"name": entry.name, "about": entry.about}
         self.rows.append({**named, **dict.fromkeys(_STATISTICS), "check": check})
@@ -80,14 +81,14 @@ class PairedRuns:
                 return {**named, **no_statistics, "check": check or error, "note": pair.reason}
             if not self._alternate(*sides):
                 return {}
-            # Compare again, to detect timed calls that changed the result of a later call.
+            # Compare the results again, because a timed call may have changed later results.
             check = self._compare_results(pair)
             return {**named, **_statistics(*sides), "check": check, "note": pair.reason}
         finally:
             pair.close()
 
     def _compare_results(self, pair: Pair) -> str:
-        """Call both sides once. Return how their results differ, as the same text on all ranks."""
+        """Call both sides once, and describe the difference. All ranks return the same text."""
         results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
         error = self.control.max_over_ranks([difference(*results)])[0]
         if error == 0:
@@ -116,7 +117,7 @@ class PairedRuns:
         return True
 
     def _time(self, side: _Side) -> float:
-        """Return the mean seconds per call in a round, on the slowest rank."""
+        """Make the calls of one round. Return the seconds per call on the slowest rank."""
         device = self.setting.device
         synchronize = partial(getattr(torch, device.type).synchronize, device)  # torch.cpu, .cuda
         synchronize()
@@ -146,8 +147,9 @@ def _statistics(baseline: _Side, optimized: _Side) -> Row:
 def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     """Run `action` on every rank. All ranks must call this function.
 
-    Return (result, ""), or (None, "skipped: …" or "failed: …") if any rank raised an exception. If
-    a user's pair fails, the error is reported in the row of the pair, and the run continues.
+    Return (result, ""). If any rank raised an exception, return (None, text), where the text starts
+    with "skipped: " or "failed: ". If a user's pair fails, the error is reported in the row of the
+    pair, and the run continues.
     """
 
     def attempt() -> Result:
@@ -168,13 +170,14 @@ def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]
 
 
 def snapshot(result: Any) -> Snapshot:
-    """Return a copy of a result on the CPU, because the next call may overwrite its tensors."""
+    """Copy a result to the CPU, because the next call may overwrite the result's tensors."""
     leaves, structure = tree_flatten(result)
     for leaf in leaves:
         if not isinstance(leaf, Tensor | bool | int | float | complex):
             found = type(leaf).__name__
             raise UsageError(
-                f"a side returned {found}, but must return tensors, numbers or lists of them"
+                f"a side returned {found}. It must return tensors, numbers, or lists, tuples or "
+                "dicts of them"
             )
     return [torch.as_tensor(leaf).detach().to("cpu", copy=True) for leaf in leaves], str(structure)
 
@@ -182,7 +185,7 @@ def snapshot(result: Any) -> Snapshot:
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:
     """Return the largest relative error, max |a - b| / max |a|, over all tensors.
 
-    The error is inf if the shapes differ or if a result contains NaN.
+    The error is infinite if the structures or shapes differ, or if a result contains NaN.
     """
     (a, a_structure), (b, b_structure) = baseline, optimized
     if a_structure != b_structure:
