@@ -1,4 +1,4 @@
-"""`tutti bench bandwidth`: the speed of links, for each pair of ranks and for all ranks at once."""
+"""`tutti bench bandwidth`: link bandwidth of each pair of ranks, and of all ranks at once."""
 
-# The parts that --only takes, in the order in which they are measured.
+# The names of parts that --only accepts, in the order of measurement.
 PARTS = ("pairs", "one_to_all", "all_to_all", "ring_vs_tree", "copies")

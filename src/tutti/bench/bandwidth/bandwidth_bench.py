@@ -30,14 +30,14 @@ _RETRIES, _PASSES_PER_RETRY = 2, 2
 
 @dataclass
 class BandwidthBench:
-    """Settings and results. All ranks have the same values."""
+    """Settings and results of the benchmark. All ranks have the same values."""
 
     world: World
     control: RankControl
     locations: Sequence[link_verdicts.RankLocation]  # one per rank
     backend: str
     sizes: Sequence[int]
-    budget: float  # seconds for each kind of traffic, operation and size
+    budget: float  # seconds per traffic pattern, and per backend and size of a collective
     parts: Sequence[str]  # the names in PARTS to measure
     progress: Callable[[str], None]  # prints a line
     concurrent: bool = False  # whether to measure disjoint pairs at the same time
@@ -52,7 +52,7 @@ class BandwidthBench:
     complete: bool = False  # whether every part was measured
     cases: Cases = field(default_factory=lambda: Cases(None))
     save: Callable[[], None] = lambda: None
-    """Called after each pass, operation and copy, on the rank that writes files."""
+    """Called after each pass, each message size of a collective and each turn of copies."""
 
     def run(self) -> None:
         """Measure the parts. All ranks must call this method."""
@@ -115,7 +115,7 @@ class BandwidthBench:
         seconds = len(traffic) * self.budget
         if seconds > 60:
             self.progress(
-                f"{len(traffic)} kinds of traffic take about {self.budget:g} s each, "
+                f"{len(traffic)} traffic patterns take about {self.budget:g} s each, "
                 f"{seconds / 60:.0f} minutes in total; --together or a smaller --budget takes less"
             )
         meter = TrafficMeter(group, self.control, self.world.device, self.budget)
@@ -128,8 +128,8 @@ class BandwidthBench:
             self.stopped = not meter.run(traffic, self.progress, after_pass, cases=self.cases)
         finally:
             self._update_rows(traffic)
-        # Measure slow pairs again. A pair that was slow only because of a temporary disturbance is
-        # fast in a later pass; a slow link is slow in every pass.
+        # Measure slow pairs again. A pair that was slow because of a temporary disturbance is fast
+        # in a later pass, but a slow link is slow in every pass.
         for _ in range(_RETRIES):
             slow = {(r["src"], r["dst"]) for r in self.pairs if r["verdict"] in ("degraded", "bad")}
             pair_traffic = [entry for entry in traffic if entry.kind != "one to all"]
@@ -211,7 +211,10 @@ class BandwidthBench:
     # ---- Copies ----
 
     def _measure_copies(self) -> None:
-        """Measure the copies of one rank after the other, because ranks may share a link."""
+        """Measure the copies of one rank after another, because ranks may share a link.
+
+        With `concurrent`, all ranks measure their copies at the same time.
+        """
         world = self.world
         for turn in range(1 if self.concurrent else world.size):
             if self.control.check_stop():
@@ -221,7 +224,7 @@ class BandwidthBench:
             if self.concurrent or turn == world.rank:
                 for size in self.sizes:
                     copies = point_to_point.host_copies(world.device, size)
-                    # One process per host measures the copies between all GPUs visible to it.
+                    # One rank per host measures the copies between all GPUs that it sees.
                     copies += point_to_point.peer_copies(size) if world.local_rank == 0 else []
                     done = point_to_point.run_copies(copies, lambda: self.control.stop_requested)
                     rows += [
@@ -249,11 +252,11 @@ def _one_to_all_row(traffic: Traffic) -> Row:
 
 # ---- Text ----
 
-_CELL = 9  # two marks, a number such as 0.0246, and a space
+_CELL = 9  # width: up to two exclamation marks, a number such as 0.0246, and a space
 
 
 def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
-    """Yield the lines to print: matrices of pairs, classes, the other parts, and findings."""
+    """Yield the lines to print: matrices of pairs, tables of the other parts, and findings."""
     for size in dict.fromkeys(row["bytes"] for row in bench.pairs):
         yield from _matrices(bench, size, width)
     columns = {"size": "bytes", "pairs": "pairs", "one way": "gbs_uni", "both": "gbs_bi"}
@@ -274,7 +277,7 @@ def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
 def _table(
     title: str, label: str, columns: Mapping[str, str], rows: Sequence[Row]
 ) -> Iterator[str]:
-    """Yield the lines of a table. The first column is `label`, filled with the fields of a row."""
+    """Yield the lines of a table. `label` is a format string for the first cell of each row."""
     if not rows:
         return
     lines = [[title, *columns]]
@@ -338,7 +341,7 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
     if bench.pairs and not bench.findings:
         unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
         good = len(bench.pairs) - unknown
-        reason = "the class has no other pair and no published figure"
-        verdicts = [f"{good} pairs are as fast as their class"] if good else []
+        reason = "their class has no other pair and no published figure"
+        verdicts = [f"{good} pairs are as fast as the other pairs of their class"] if good else []
         verdicts += [f"{unknown} pairs cannot be judged ({reason})"] if unknown else []
         yield f"# verdict: {'; '.join(verdicts)}"

@@ -1,11 +1,13 @@
-"""Find slow links: location of ranks, class of each pair, verdicts, and likely causes.
+"""Find slow links: rank locations, the class of each pair of ranks, verdicts, and likely causes.
 
 Each pair of ranks is compared with the other pairs of its class (same core, NVLink, other host, …)
-and with the catalogue. An end is a rank or a host, either as a sender or as a receiver. The
-reference speed of a class is the median of the best speeds of its ends. The median over pairs is
-not used, because one bad end can make half of all pairs slow. The speed of a pair is the speed of
-its best pass, because other load on the machine can slow down single passes of a healthy link. If
-all pairs of one end are slow, the finding names the end, not the pairs.
+and with the hardware catalogue. The speed of a pair is the speed of its best pass, because other
+load on the machine can slow down single passes of a healthy link.
+
+An end is a rank or a host, either as a sender or as a receiver. The best speed of an end is the
+speed of its fastest pair. The reference speed of a class is the median of the best speeds of its
+ends. The median over pairs is not used, because one slow end can make half of all pairs slow. If
+all pairs of an end are slow, the finding names the end instead of the pairs.
 """
 
 import json
@@ -33,14 +35,15 @@ from tutti.world.world import World
 Row = dict[str, Any]
 Flow = tuple[int, int]
 RankLocation = dict[str, Any]
-Published = Callable[[Row], Figure | None]  # returns the catalogue's figure for a row
+Published = Callable[[Row], Figure | None]  # returns the catalogue figure for a row
 
 VERDICTS = ("unknown", "good", "degraded", "bad")  # in order of severity, lowest first
-# A speed below these fractions of the reference speed is "degraded" or "bad".
+# A speed below DEGRADED × reference speed is "degraded". A speed below BAD × reference is "bad".
 DEGRADED, BAD = 0.8, 0.5
 _SLOW = ("degraded", "bad")
-# Differences of up to this many σ are noise. σ is the larger of two estimates: the spread
-# between ends (1.4826 × MAD), and the spread between the passes of a pair. See _class_reference.
+# A speed less than this many σ below the reference speed counts as good. _class_reference takes σ
+# as the larger of two estimates: from the spread between ends (1.4826 × MAD), and from the spread
+# between the passes of a pair.
 _SIGMAS = 3
 
 
@@ -48,15 +51,18 @@ _SIGMAS = 3
 
 
 def locate_rank(world: World, cpus: str) -> RankLocation:
-    """Return the location of this rank for JSON. `cpus` is the list of CPUs of this rank."""
+    """Return the host, device, CPUs and network interface of this rank, for JSON.
+
+    `cpus` is the list of CPUs to which this rank is pinned.
+    """
     own_cpus, files = parse_cpu_list(cpus), SysFiles()
-    # A core is identified by the list of its hardware threads.
+    # The list of its hardware threads identifies a core.
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = {files.text(topology.format(cpu)) or str(cpu) for cpu in own_cpus}
     return {
         "rank": world.rank,
         "host": world.host,
-        # Containers of one host in different network namespaces count as different hosts.
+        # Containers with different network namespaces count as different hosts.
         "machine": f"{world.host}/{os.readlink('/proc/self/ns/net')}",
         "device": str(world.device),
         "cpus": cpus,
@@ -68,7 +74,7 @@ def locate_rank(world: World, cpus: str) -> RankLocation:
 
 
 def pair_class(a: RankLocation, b: RankLocation) -> str:
-    """Return the class of a pair of ranks, which names the link between them."""
+    """Return the class of a pair of ranks. The class names the link between the two ranks."""
     if a["machine"] != b["machine"]:
         return "other host"
     if a["gpu"] and b["gpu"]:
@@ -112,7 +118,7 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _describe_interface(files: SysFiles) -> dict[str, Any] | None:
-    """Return the network interface for messages to other hosts, with the limits of its speed."""
+    """Return the network interface for messages to other hosts, with its speed and rate limit."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     nic = next((nic for nic in read_nics(files) if nic.name == name), None)
     if nic is None:
@@ -131,7 +137,7 @@ def _traffic_shaper(interface: str) -> str | None:
         return None
     for rule in rules:
         rate = rule.get("options", {}).get("rate")
-        rate = rate.get("rate") if isinstance(rate, dict) else rate  # netem has a nested table
+        rate = rate.get("rate") if isinstance(rate, dict) else rate  # netem nests the rate
         if rate:
             return f"{rule['kind']}, {int(rate) * 8 / 1e6:g} Mbit/s"
     return None
@@ -147,7 +153,7 @@ class Finding(NamedTuple):
     verdict: str
     gbs: float  # the median speed of the slow pairs
     against_gbs: float  # the reference speed
-    against: str  # the source of the reference speed: the class of the pairs, or the catalogue
+    against: str  # the source of the reference speed: the class or the catalogue
     pairs: tuple[Flow, ...]
     causes: tuple[str, ...]
 
@@ -157,7 +163,7 @@ def _worst(verdicts: Iterable[str]) -> str:
 
 
 def fraction_verdict(value: float, reference: float) -> str:
-    """Return the verdict on a value that should be close to `reference`."""
+    """Return the verdict on a speed whose expected value is `reference`."""
     if value >= DEGRADED * reference:
         return "good"
     return "degraded" if value >= BAD * reference else "bad"
@@ -168,8 +174,8 @@ def judge_pairs(
 ) -> list[Finding]:
     """Set `verdict` and `causes` of each row, and return the findings.
 
-    Rows have src, dst, class, bytes, gbs_uni, gbs_bi, and the speeds of the best passes as
-    gbs_uni_best and gbs_bi_best.
+    Each row is one pair of ranks at one message size. The fields `gbs_uni_best` and `gbs_bi_best`
+    are the speeds of the best pass.
     """
     findings: list[Finding] = []
     for members in rows_by_class(rows).values():
@@ -178,7 +184,7 @@ def judge_pairs(
 
 
 def rows_by_class(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Return the rows of pairs by class and message size."""
+    """Return {(class, message size): rows of pairs}."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["class"], row["bytes"]), []).append(row)
@@ -190,7 +196,8 @@ def _judge_class(
 ) -> Iterator[Finding]:
     name, figure = rows[0]["class"], published(rows[0])
     by_flow = {(row["src"], row["dst"]): row for row in rows}
-    # end_of[rank] is the end of a rank: its machine for pairs between hosts, else the rank itself.
+    # end_of[rank] is the end that a rank belongs to: the rank's machine for pairs between hosts,
+    # and the rank itself for all other pairs.
     machines = [location["machine"] for location in locations]
     end_of: Sequence[Any] = machines if name == "other host" else range(len(locations))
     one_way = _class_reference(rows, "gbs_uni_best", end_of)
@@ -208,7 +215,7 @@ def _judge_class(
         if (expected := published(row)) is not None and best is not None:
             row["verdict"] = _worst([row["verdict"], fraction_verdict(best, expected.gbs)])
             below_catalogue += best < DEGRADED * expected.gbs
-    # A pair that is good in each direction alone may be slow if both directions run at once.
+    # A pair that is good in each single direction may be slow if both directions are active.
     good = {flow for flow, row in by_flow.items() if row["verdict"] not in _SLOW}
     for flow, row in by_flow.items():
         if {flow, flow[::-1]} <= good:
@@ -216,7 +223,7 @@ def _judge_class(
             row["verdict"] = _worst([row["verdict"], both])
     slow = {flow: row for flow, row in by_flow.items() if row["verdict"] in _SLOW}
     if not slow and len(set(map(frozenset, by_flow))) < 2:
-        for row in rows:  # the only reference of a class with one pair is the catalogue
+        for row in rows:  # a class with only one pair has no reference except the catalogue
             row["verdict"] = "unknown" if published(row) is None else row["verdict"]
     reference, against = one_way[0], f"its class, {name}"
     if slow and below_catalogue == len(rows) and figure is not None:
@@ -242,10 +249,10 @@ def _judge_class(
 
 
 def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tuple[float, float]:
-    """Return the reference speed of a class, and the lowest speed that counts as good.
+    """Return (reference speed of a class, lowest speed that counts as good).
 
-    Spreads are computed from logarithms of speeds, because a disturbance divides the speeds of fast
-    and of slow links by about the same factor.
+    Spreads are computed from logarithms of speeds, because a disturbance reduces the speeds of fast
+    links and of slow links by about the same factor.
     """
     best: dict[Any, float] = {}
     for row in rows:
@@ -257,7 +264,7 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
     reference = median_high(best.values())
     over_ends = 1.4826 * median_low(abs(math.log(speed / reference)) for speed in best.values())
     healthy = [row["spread"] for row in rows if (row[metric] or 0.0) >= DEGRADED * reference]
-    # Divide by 2, because the best of five passes varies about half as much as a single pass.
+    # Divide by 2, because the best of five passes varies about half as much as one pass.
     sigma = max(over_ends, math.log1p(median(healthy)) / 2)
     return reference, reference * min(DEGRADED, math.exp(-_SIGMAS * sigma))
 
@@ -265,10 +272,11 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
 def _explain_slow_flows(
     all_flows: set[Flow], slow: set[Flow], locations: Sequence[RankLocation], between_hosts: bool
 ) -> list[tuple[str, list[int], set[Flow]]]:
-    """Return (name, ranks at the slow end, flows) of each slow host, rank or pair.
+    """Return (description, ranks at the slow end, slow flows) of each slow host, rank or pair.
 
-    A slow flow is attributed to a slow host (for flows between hosts), else to a slow rank, else to
-    its pair of ranks.
+    If a host is slow, the slow flows between this host and other hosts are attributed to the host.
+    Of the remaining slow flows, those of a slow rank are attributed to the rank. Every other slow
+    flow is attributed to its pair of ranks.
     """
     found = []
     unexplained = set(slow)
@@ -291,11 +299,12 @@ def _explain_slow_flows(
 def _slow_ends(
     all_flows: set[Flow], slow: set[Flow], unexplained: set[Flow], end_of: Sequence[Any]
 ) -> Iterator[tuple[tuple[Any, ...], str, set[Flow]]]:
-    """Yield (ends, description, flows) of slow ends, and then of slow pairs of ends.
+    """Yield (ends, description, flows) of each slow end, and then of each slow pair of ends.
 
-    An end is slow if it sends to (or receives from) at least two other ends, and all flows in that
-    direction are slow. A pair of ends is slow if all flows between the two ends are slow. The
-    yielded flows are removed from `unexplained`.
+    An end is slow at sending if it sends to at least two other ends and all these flows are slow.
+    An end is slow at receiving if it receives from at least two other ends and all these flows are
+    slow. A pair of ends is slow if all flows from one end to the other are slow. The yielded flows
+    are removed from `unexplained`.
     """
     between: dict[tuple[Any, Any], set[Flow]] = {}
     for a, b in sorted(all_flows):
@@ -327,7 +336,11 @@ def _slow_ends(
 def _likely_causes(
     pair_class: str, ranks: Sequence[int], locations: Sequence[RankLocation]
 ) -> list[str]:
-    """Return likely causes: first observed differences of the slow ranks, then common causes."""
+    """Return likely causes of slow links of these ranks.
+
+    Differences between these ranks and the other ranks come first, then the common causes of the
+    class.
+    """
     common = tomllib.loads(Path(__file__).with_name("likely_causes.toml").read_text())
     causes: list[str] = []
     if ranks and pair_class == "other host":

@@ -1,10 +1,11 @@
-"""Point-to-point transfers: messages between ranks, an all-reduce made of messages, GPU copies.
+"""Point-to-point transfers: messages between ranks, all-reduce from messages, and GPU copies.
 
 A flow is (source rank, destination rank). A window is a group of messages that are in flight at the
 same time. The receiver measures the time from the arrival of the first window to the arrival of the
-last window. This time includes neither a late start nor buffering at the sender. All kinds of
-traffic are measured in interleaved passes, so a temporary disturbance of the machine affects one
-sample of each kind instead of all samples of one kind.
+last window. This time includes neither a late start of the sender nor its buffering. A traffic
+pattern is a set of flows that are active at the same time. Each pass measures every pattern once,
+so a temporary disturbance of the machine affects one sample of each pattern instead of all samples
+of one pattern.
 """
 
 import math
@@ -30,8 +31,8 @@ from tutti.measure.units import format_size
 from tutti.world.rank_cases import Cases
 
 PASSES = 5
-# Number of messages in a window. With only one message, the time to wake up a rank would be
-# measured, not the bandwidth of the link.
+# Number of messages in a window. A window of one message would measure the time to wake up a rank
+# instead of the bandwidth of the link.
 _WINDOW = 4
 _MAX_WINDOWS = 1000
 # The data repeats after this many bytes. 8191 is a prime, so no chunk size of a backend is a
@@ -44,14 +45,17 @@ Flow = tuple[int, int]
 
 @dataclass
 class Traffic:
-    """Flows that are active at the same time (at most one into each rank), and their samples."""
+    """A traffic pattern: flows that are active at the same time, and their samples.
+
+    At most one flow goes into each rank.
+    """
 
     kind: str  # "one way", "both ways" or "one to all"
     flows: tuple[Flow, ...]
     bytes: int  # size of a message
     window: int = 1  # number of messages in flight
     windows: int = 0  # number of timed windows in each pass
-    # For each flow, the seconds per message in each pass, and the number of wrong bytes.
+    # {flow: seconds per message in each pass} and {flow: number of wrong bytes}
     seconds: dict[Flow, list[float]] = field(default_factory=dict)
     wrong: dict[Flow, int] = field(default_factory=dict)
 
@@ -76,8 +80,11 @@ class Traffic:
 
 
 def disjoint_rounds(ranks: int) -> list[list[Flow]]:
-    """Return all pairs (a < b) in rounds of disjoint pairs, by the circle method of tournaments."""
-    circle = [*range(ranks + ranks % 2)]  # if `ranks` is odd, one rank pauses per round
+    """Return all pairs (a, b) with a < b, in rounds of disjoint pairs.
+
+    The rounds are those of a round-robin tournament (circle method).
+    """
+    circle = [*range(ranks + ranks % 2)]  # if `ranks` is odd, one rank has no partner in a round
     half, rounds = len(circle) // 2, []
     for _ in range(len(circle) - 1):
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
@@ -87,7 +94,7 @@ def disjoint_rounds(ranks: int) -> list[list[Flow]]:
 
 
 class TrafficMeter:
-    """Measures traffic over one process group. All ranks must make the same calls."""
+    """Measures traffic patterns over one process group. All ranks must make the same calls."""
 
     def __init__(
         self, group: dist.ProcessGroup, control: RankControl, device: torch.device, budget: float
@@ -95,11 +102,11 @@ class TrafficMeter:
         self._group = group
         self._control = control
         self._device = device
-        self._budget = budget  # seconds for each kind of traffic
+        self._budget = budget  # seconds for each traffic pattern
         self._rank = control.rank
         self._sent = torch.empty(0, dtype=torch.uint8, device=device)
         self._received = torch.empty_like(self._sent)
-        # NCCL requires one call by every rank of the group before any two ranks exchange messages.
+        # NCCL requires one collective of the whole group before two ranks exchange messages.
         dist.barrier(group)
 
     def run(
@@ -110,7 +117,7 @@ class TrafficMeter:
         passes: int = PASSES,
         cases: Cases | None = None,
     ) -> bool:
-        """Measure all traffic in interleaved passes. Return False if a rank received a signal."""
+        """Measure all traffic patterns once per pass. Return False if a rank got a stop signal."""
         cases = cases or Cases(None)
         printed = time.monotonic()
         for number in range(passes):
@@ -130,12 +137,12 @@ class TrafficMeter:
         to = [dst for src, dst in traffic.flows if src == self._rank]
         source = next((src for src, dst in traffic.flows if dst == self._rank), None)
         if self._sent.numel() != traffic.bytes:
-            # Free the old buffers first, because memory may be too small for old and new buffers.
+            # Free the old buffers first, because the memory may be too small for both.
             self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._sent = data_pattern(self._rank, traffic.bytes, self._device)
             self._received = torch.zeros_like(self._sent)
         if source is not None:
-            self._received.zero_()  # stale data must not pass the check
+            self._received.zero_()  # data of an earlier pass must not pass the check
         self._control.check_stop()
         if not traffic.windows:
             estimates = self._collect(traffic, self._time(1, 1, to, source))
@@ -155,12 +162,12 @@ class TrafficMeter:
             traffic.wrong[flow] = traffic.wrong.get(flow, 0) + int(wrong)
 
     def _collect(self, traffic: Traffic, value: float) -> list[float]:
-        """Return the `value` of each flow's receiver. All ranks return the same list."""
+        """Return, for each flow, the `value` of its receiver. All ranks return the same list."""
         received = [value if dst == self._rank else 0.0 for _, dst in traffic.flows]
         return self._control.max_over_ranks(received)
 
     def _time(self, windows: int, window: int, to: Sequence[int], source: int | None) -> float:
-        """Return the seconds per message over `windows` windows, after one untimed window."""
+        """Exchange one untimed window, then `windows` windows. Return the seconds per message."""
         if not to and source is None:
             return 0.0
         exchange = partial(self._exchange_window, window, to, source)
@@ -171,15 +178,16 @@ class TrafficMeter:
         messages: list[tuple[Any, Tensor, int]] = [(dist.isend, self._sent, peer) for peer in to]
         if source is not None:
             messages.append((dist.irecv, self._received, source))
-        # The messages of a window have the same content and can share one receive buffer.
+        # All messages of a window have the same content, so they can share one receive buffer.
         _exchange(messages * window, self._group)
 
 
 def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGroup) -> None:
-    """Post all messages (isend or irecv, tensor, peer) at once and wait. Skip empty tensors."""
+    """Post all messages (isend or irecv, tensor, peer), then wait for all. Skip empty tensors."""
     messages = [message for message in messages if message[1].numel()]
     if messages and messages[0][1].is_cuda:
-        # NCCL sends that wait for their receives would deadlock in a ring, so post one batch.
+        # Post one batch. A separate NCCL send waits for the peer's receive, so a ring of separate
+        # sends would deadlock.
         batch = [dist.P2POp(post, tensor, peer, group=group) for post, tensor, peer in messages]
         works: list[dist.Work | None] = [*dist.batch_isend_irecv(batch)]
     else:
@@ -190,29 +198,29 @@ def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGr
 
 
 def data_pattern(rank: int, size: int, device: torch.device) -> Tensor:
-    """Return the bytes that a rank sends. They are never 0, and differ between ranks."""
+    """Return the bytes that a rank sends. No byte is 0, and the bytes differ between ranks."""
     generator = torch.Generator().manual_seed(1 + rank)
     tile = torch.randint(1, 256, (_PERIOD,), generator=generator, dtype=torch.uint8)
     return tile.to(device).repeat(-(-size // _PERIOD))[:size]
 
 
-# ---- All-reduce from messages ----
+# ---- All-reduce from point-to-point messages ----
 
 
 def point_to_point_all_reduce(
     backend: str, algorithm: str, group: dist.ProcessGroup, buffers: Buffers
 ) -> Backend:
-    """Return a backend whose all_reduce is a ring or a tree of point-to-point messages, in place.
+    """Return a backend with an in-place ring or tree all_reduce from point-to-point messages.
 
-    The returned backend is a baseline for the all_reduce of `backend`. With n ranks, S bytes, α
-    seconds per message and β seconds per byte, an all_reduce takes, in seconds:
+    It is a baseline for the native all_reduce of `backend`. With n ranks, S bytes, α seconds per
+    message and β seconds per byte, an all_reduce takes this many seconds:
 
         ring: 2 (n - 1) steps of S / n bytes: 2 (n - 1) α + 2 (n - 1) / n · S β
         tree: 2 ⌈log2 n⌉ steps of S bytes:    2 ⌈log2 n⌉ (α + S β)
 
     The tree is faster for small tensors on many ranks, and the ring is faster for large tensors. On
-    two ranks, each step of the ring sends half of the tensor in both directions at the same time,
-    and the tree sends the whole tensor to rank 0 and then back.
+    two ranks, each step of the ring sends half of the tensor in both directions at the same time.
+    The tree sends the whole tensor to rank 0, and then back.
     """
     function = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
 
@@ -221,7 +229,7 @@ def point_to_point_all_reduce(
         scratch = buffers.take("scratch", case.count, case.dtype)
         return PreparedCase(tensor, tensor, partial(function, tensor, scratch, group))
 
-    about = f"all_reduce as a {algorithm} of point-to-point messages, a baseline"
+    about = f"baseline: {algorithm} all_reduce from point-to-point messages"
     return Backend(f"{backend} {algorithm}", about, prepare)
 
 
@@ -246,7 +254,7 @@ def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     distances = [1 << level for level in range((ranks - 1).bit_length())]
     for distance in distances:
-        # Ranks that are multiples of 2 × distance receive from odd multiples of the distance.
+        # Odd multiples of `distance` send to the rank that is lower by `distance`.
         if rank % (2 * distance) == distance:
             _exchange([(dist.isend, tensor, rank - distance)], group)
         elif rank % (2 * distance) == 0 and rank + distance < ranks:
@@ -261,7 +269,7 @@ def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
 
 # ---- Copies between host and GPU, inside a GPU, and between the GPUs of one process ----
 
-# One sample is the mean of 16 copies between two CUDA events, as in nvbandwidth. The host launches
+# Number of copies between the two CUDA events of a sample, as in nvbandwidth. The host launches
 # copies while the GPU runs earlier copies, so the launch time is hidden.
 _COPIES = 16
 
@@ -270,8 +278,8 @@ _COPIES = 16
 class Copy:
     """One kind of copy between two tensors of the same size.
 
-    A copy inside a GPU reads and writes each byte, but `speeds` counts each copied byte once. The
-    memory bandwidth that such a copy uses is therefore twice the value in `speeds`.
+    `speeds` counts each copied byte once. A copy inside a GPU reads and writes each byte, so the
+    used memory bandwidth is twice the value in `speeds`.
     """
 
     kind: str
@@ -286,8 +294,8 @@ class Copy:
         return (self.target if self.target.is_cuda else self.source).device
 
     def time(self, keep_sample: bool = True) -> None:
-        """Measure the time of the copy and check its result."""
-        self.target.zero_()  # stale data must not pass the check
+        """Measure the speed of the copy and check its result."""
+        self.target.zero_()  # data of an earlier copy must not pass the check
         copy = partial(self.target.copy_, self.source, non_blocking=True)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
@@ -314,7 +322,7 @@ def host_copies(device: torch.device, size: int) -> list[Copy]:
 
 
 def peer_copies(size: int) -> list[Copy]:
-    """Return the copies from every GPU visible to this process to every other visible GPU."""
+    """Return the copies from every GPU that this process sees to every other GPU."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     sources = {device: data_pattern(device.index, size, device) for device in devices}
     targets = {device: torch.zeros_like(sources[device]) for device in devices}
@@ -326,7 +334,7 @@ def peer_copies(size: int) -> list[Copy]:
 
 
 def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
-    """Time all copies in interleaved passes. Return False if `stop()` became true."""
+    """Time every copy once per pass. Return False if `stop()` returned True."""
     for copy in copies:
         copy.time(keep_sample=False)  # the first call also maps the pages of the tensors
     for _ in range(PASSES):
@@ -358,7 +366,10 @@ def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
 
 
 def _published_copy(name: str, kind: str, size: int) -> tuple[float | None, str | None]:
-    """Return (GB/s, source) from the catalogue, which has figures for pinned memory only."""
+    """Return (GB/s, source) from the catalogue, or (None, None).
+
+    The catalogue has figures for copies to and from pinned memory only.
+    """
     direction, _, memory = kind.partition(", ")
     if memory == "pinned":
         if (published := figure(name, direction, size)) is not None:
