@@ -1,4 +1,4 @@
-"""Counts the activations that autograd keeps for backward, by module, and the bytes of tensors.
+"""Counts the bytes of tensors, and of the activations of each module that autograd keeps.
 
 This file imports only torch and the standard library, because `tutti profile --memory -- COMMAND`
 loads it into programs whose environment may not have tutti.
@@ -11,27 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OUTSIDE = "loss"  # the name under which activations outside of all modules are counted
+OUTSIDE = "loss"  # the name for activations that are saved outside of all modules
 
 
 class ActivationCounter:
-    """Counts activations through the hooks of autograd and of modules.
+    """Counts the activations that autograd keeps for backward, in total and by module.
 
-    `pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks.
+    `pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. Module hooks call
+    `begin_module` and `end_module`.
     """
 
     def __init__(self) -> None:
-        self.activations = 0  # bytes at this moment
-        self.by_module: Counter[str] = Counter()  # bytes of activations at this moment
+        self.activations = 0  # bytes that autograd keeps now
+        self.by_module: Counter[str] = Counter()  # the same bytes by module
         self.last_unpacked = ""  # the module whose activations backward has used last
         self.excluded: set[int] = set()  # storages of parameters and buffers
-        self.grown = False  # whether a part has grown since the last call of `consider`
+        self.grown = False  # whether memory has grown since the last call of `consider`
         # Modules whose forward is running: the name, and the storages of gathered parameters.
         self.stack: list[tuple[str, set[int]]] = []
         self._live: dict[int, list[Any]] = {}  # storage → [number of uses, bytes, module]
 
     def consider(self) -> None:
-        """Called before activations are freed. A subclass records the largest sum."""
+        """Record the peak. Called before activations are freed. Subclasses implement this."""
 
     def begin_module(self, name: str, module: nn.Module) -> None:
         """Begin the forward of a module."""
@@ -89,7 +90,7 @@ class _Saved:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, and the result of an unfinished collective."""
+    """Return this rank's shard of a DTensor. Also unwrap the result of an async collective."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return getattr(tensor, "elem", tensor)
 

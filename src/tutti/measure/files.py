@@ -1,4 +1,4 @@
-"""Atomic writes, so that no process reads a partly written file, and checks of paths."""
+"""Atomic file writes (no process reads a partly written file), and checks of paths."""
 
 import errno
 import os

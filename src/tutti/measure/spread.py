@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated linearly between samples, which need not be sorted."""
+    """Return a percentile by linear interpolation. The samples need not be sorted."""
     return float(np.percentile(samples, percent))
 
 

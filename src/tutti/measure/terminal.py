@@ -1,4 +1,4 @@
-"""Terminal output: width, wrapping, tables, and output to a pipe that its reader has closed."""
+"""Terminal output: width, wrapping, tables, and output to a closed pipe."""
 
 import os
 import shutil

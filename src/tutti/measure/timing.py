@@ -1,11 +1,11 @@
 """Timing of repeated calls on this rank, with the CPU's clock or with CUDA events on the stream.
 
-Back to back: calls follow each other without a pause, as in nccl-tests. The time of a call is from
-the end of the previous call to the end of the call.
+Back to back: calls follow each other without a pause, as in nccl-tests. The time of a call is the
+interval from the end of the previous call to the end of this call.
 
-Isolated: ranks synchronize before each call. The time of a call is from the latest start on any
-rank to the latest end on any rank. The start and end times of different ranks can be compared only
-on one host, because each host has its own CLOCK_MONOTONIC.
+Isolated: ranks synchronize before each call. The time of a call is the interval from the latest
+start on any rank to the latest end on any rank. The start and end times of different ranks can be
+compared only on one host, because each host has its own CLOCK_MONOTONIC.
 """
 
 import gc
@@ -83,7 +83,7 @@ def time_isolated(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector, whose pauses would be part of some measured times."""
+    """Disable Python's garbage collector, because its pauses would be included in samples."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

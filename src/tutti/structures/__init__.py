@@ -1,11 +1,11 @@
-"""Data structures in symmetric memory. Each class documents when to use it, and when not.
+"""Data structures in symmetric memory. Each class documents when to use it and when not to.
 
-- DistributedTensor: the rows of a large table, gathered and added to by index
-- HashMap: values under 64-bit keys
-- RingBuffer: a stream of slots from one rank to another, in the reader's memory
-- ParameterCache: rows with versions, published by their owners, looked up by all ranks
+- DistributedTensor: a large table, sharded by rows, with gather and scatter-add by row index
+- HashMap: a dictionary with 64-bit keys, distributed over all ranks
+- RingBuffer: a bounded queue from one rank to another, in the consumer's memory
+- ParameterCache: a table of versioned rows, published by their owners and read by all ranks
 - AdapterStore: sets of weights, prefetched in the background, switched in microseconds
-- PooledCache: a cache that spills into peers' memory and to the host
+- PooledCache: a cache that moves values to the memory of other ranks and of the host
 """
 
 from tutti.structures.adapter_store import Adapter, AdapterStore

@@ -1,4 +1,4 @@
-"""AdapterStore: small sets of weights in slots on every rank, switched in microseconds."""
+"""AdapterStore: adapters (small sets of weights) on every rank, switched in microseconds."""
 
 import ctypes
 import threading
@@ -18,7 +18,7 @@ _COPY_ATTEMPTS = 100  # a copy is repeated if the slot's owner changes the slot 
 _ALIGNMENT = 64  # tensors begin at multiples of this number of bytes
 _NAME_BYTES = 120
 _RECORD_BYTES = 192  # size of the record of a slot; 24 + _NAME_BYTES bytes are used
-_CELL_BYTES = 320  # size of the announcement: a cell (cell.h) that holds a name
+_CELL_BYTES = 320  # size of the cell (cell.h) that holds the name of the announced adapter
 
 
 @dataclass(eq=False)
@@ -49,8 +49,8 @@ class SlotCopy(NamedTuple):
 class Adapter(Mapping[str, torch.Tensor]):
     """The tensors of one adapter, as views of its slot.
 
-    The tensors stay unchanged at least until `activate` has been called twice more, and inside a
-    `with` block until the block ends.
+    The tensors stay unchanged at least until `activate` has been called two more times. Inside a
+    `with` block, they stay unchanged until the block ends.
     """
 
     def __init__(self, lock: threading.RLock, slot: Slot, epoch: int) -> None:
@@ -81,7 +81,7 @@ class Adapter(Mapping[str, torch.Tensor]):
 
 
 class AdapterStore(Structure):
-    """Adapters (for example LoRA matrices) that fit one template, in `slots` slots per rank.
+    """Adapters (for example LoRA matrices) with the same shapes, in `slots` slots per rank.
 
     Use it if a server switches between fine-tuned variants from one request to the next. One rank
     puts an adapter. The other ranks prefetch the adapter in the background while they still compute
@@ -93,11 +93,11 @@ class AdapterStore(Structure):
     `template` maps each tensor name to a shape, or to a tensor with the shape and dtype. An adapter
     that was put on a rank stays there until that rank removes it or puts it again. Copies on other
     ranks may be evicted, least recently used first, but never the active adapter, the previous
-    active adapter, or an adapter inside a `with` block. Putting a name again makes a new version;
-    `prefetch` fetches the newest version.
+    active adapter, or an adapter inside a `with` block. If a name is put again, it gets a new
+    version. `prefetch` fetches the newest version.
 
-    A copy is valid only if the source slot's sequence number did not change during the copy;
-    otherwise the copy is repeated. So no rank pins a slot of another rank, and a rank that dies
+    A copy is valid only if the source slot's sequence number did not change during the copy.
+    Otherwise the copy is repeated. So no rank pins a slot of another rank, and a rank that dies
     leaves no slot pinned.
     """
 
@@ -112,7 +112,7 @@ class AdapterStore(Structure):
         if slots < 2:
             raise UsageError(f"an AdapterStore needs at least 2 slots, got slots={slots}")
         if not template:
-            raise UsageError("the template is empty: name the tensors of an adapter")
+            raise UsageError("the template is empty: give the name and shape of each tensor")
         self.slots = slots
         # Each tensor of the template: its first byte in a slot, its shape and its dtype.
         layout: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
@@ -202,9 +202,9 @@ class AdapterStore(Structure):
     def activate(self, name: str, everywhere: bool = False) -> int:
         """Make an adapter active, and return this rank's epoch: the number of its switches so far.
 
-        This takes microseconds if the adapter was prefetched; otherwise the call waits for the
-        copy. With `everywhere`, every other rank switches at its next call of `active`, which also
-        waits for the copy if that rank has not prefetched the adapter.
+        The call takes microseconds if the adapter was prefetched. Otherwise it waits for the copy.
+        With everywhere=True, every other rank switches at its next call of `active`. That call
+        waits for the copy if the rank has not prefetched the adapter.
         """
         self._check_open()
         self._ensure_resident(_checked_name(name))
@@ -245,7 +245,8 @@ class AdapterStore(Structure):
             slot = self._find(name)
             if slot is None:
                 raise LookupError(
-                    f"adapter {name!r} was evicted from rank {self.rank} before the switch"
+                    f"adapter {name!r} was evicted from rank {self.rank} before the switch. Use "
+                    "more slots."
                 )
             self._epoch += 1
             self._touch(slot)
@@ -326,7 +327,7 @@ class AdapterStore(Structure):
             if copied:
                 return source.version
         raise UsageError(
-            f"adapter {name!r} changed {_COPY_ATTEMPTS} times while it was being copied"
+            f"adapter {name!r} changed {_COPY_ATTEMPTS} times during the copy: put it less often"
         )
 
     def _copy_slot(self, source: SlotCopy, slot: Slot) -> bool:
@@ -363,7 +364,7 @@ class AdapterStore(Structure):
                     f"{tuple(like.shape)}"
                 )
         if extra := sorted(set(tensors) - set(template)):
-            raise UsageError(f"adapter {adapter!r} has {extra}, which the template does not have")
+            raise UsageError(f"adapter {adapter!r} has {extra}, but the template does not")
 
     # ---- The slots of this rank ----
 
@@ -392,11 +393,11 @@ class AdapterStore(Structure):
             originals = sum(slot.is_original for slot in self._slots)
             raise UsageError(
                 f"no slot for adapter {name!r} on rank {self.rank}: of {self.slots} slots, "
-                f"{originals} hold adapters that were put here, and the others are in use. Use "
-                "more slots, or remove() adapters"
+                f"{originals} hold adapters that were put on this rank, and the others are in "
+                "use. Use more slots, or remove() adapters"
             )
-        # Prefer an empty slot, then an older version of the same adapter, then the slot that was
-        # not used for the longest time.
+        # Prefer an empty slot, then an older version of the same adapter, then the least recently
+        # used slot.
         slot = min(candidates, key=lambda slot: (slot.version > 0, slot.name != name))
         self._counts["evicted"] += slot.version > 0 and slot.name != name
         slot.is_being_written, slot.version = True, 0
@@ -434,7 +435,7 @@ class AdapterStore(Structure):
         return int(self._core_holding_gil.tutti_load(self._record(rank, slot)))
 
     def _end_record(self, slot: int, name: str, version: int) -> None:
-        """Record the adapter that a slot of this rank holds now; version 0 means an empty slot."""
+        """Record the adapter that a slot of this rank now holds. Version 0 means an empty slot."""
         record, text = self._record(self.rank, slot), name.encode()
         words = (ctypes.c_uint64 * 2)(version, len(text))
         core = self._core_holding_gil
@@ -443,7 +444,7 @@ class AdapterStore(Structure):
         core.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
-        """Return the newest copy. Among equal versions, prefer this rank, then the next ranks."""
+        """Return the newest copy of an adapter, preferably the copy on this rank."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._search_consistently(
             ranks, lambda: [c for rank in ranks for c in self._copies_on(rank, name)]
@@ -486,7 +487,7 @@ class AdapterStore(Structure):
 
 
 def _checked_name(name: str) -> str:
-    """Return the name if it fits into a record; raise UsageError otherwise."""
+    """Return the name if it fits into a record. Raise UsageError otherwise."""
     length = len(name.encode())
     if 0 < length <= _NAME_BYTES and "\0" not in name:
         return name

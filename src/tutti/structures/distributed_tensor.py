@@ -17,7 +17,7 @@ Placement = Literal["block", "cyclic"]
 class RowPlacement:
     """The distribution of `rows` rows over `size` ranks.
 
-    Placement "block" gives each rank consecutive rows; "cyclic" puts row i on rank i % size.
+    Placement "block" gives each rank consecutive rows. "cyclic" puts row i on rank i % size.
     """
 
     rows: int
@@ -72,8 +72,8 @@ class DistributedTensor(Structure):
     """A table of `rows` × `columns`, sharded over all ranks, with access by row index.
 
     Use it for a table that is too large for one rank, or that all ranks change: embeddings, feature
-    stores, histograms, sums of sparse gradients. Any rank can gather and add rows at any time; the
-    owner of a row is not involved. Block placement keeps neighbouring rows together. Cyclic
+    stores, histograms, sums of sparse gradients. Any rank can gather and add rows at any time, and
+    the owner of a row does not take part. Block placement keeps neighbouring rows together. Cyclic
     placement spreads frequently used rows, such as the first rows, over the ranks.
 
     Do not use it if readers need consistent rows while other ranks write (use ParameterCache), or
@@ -81,8 +81,8 @@ class DistributedTensor(Structure):
 
     `scatter_add` adds every element atomically: no concurrent addition is lost. The order of
     additions is not fixed, so float sums may differ in the last bits from run to run. `gather` and
-    `scatter` are plain copies. Before you read data that another rank wrote, synchronise with that
-    rank by `heap.barrier()` or a signal. On CUDA everything is enqueued on the current stream.
+    `scatter` are plain copies. Before you read data that another rank wrote, synchronize with that
+    rank by `heap.barrier()` or a signal. On CUDA, all calls are enqueued on the current stream.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class DistributedTensor(Structure):
         return out if target is out else out.copy_(target)
 
     def scatter(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `values[i]` as row `indices[i]`. Concurrent writes of a row may mix values."""
+        """Store `values[i]` as row `indices[i]`. Concurrent writes to one row may mix values."""
         self._check_open()
         self._check_tensor("values", values, (*indices.shape, self.columns))
         self._counts["scattered"] += indices.numel()
@@ -189,7 +189,7 @@ class DistributedTensor(Structure):
         return full
 
     def stats(self) -> dict[str, int | str]:
-        """Return the placement, and the numbers of all, local, gathered and changed rows."""
+        """Return the placement, and the numbers of all, local, gathered, stored and added rows."""
         return {
             "rows": self.rows.rows,
             "local_rows": len(self.local_indices),

@@ -1,4 +1,4 @@
-"""HashMap: values of one shape under 64-bit keys, in the memory of all ranks."""
+"""HashMap: a dictionary with 64-bit keys and values of one shape, distributed over all ranks."""
 
 import ctypes
 import math
@@ -12,13 +12,13 @@ from tutti.structures.structure_base import Structure, addable
 from tutti.world.errors import UsageError
 
 _RESERVED = 2**64 - 1
-# Python finds a global faster than an attribute of torch. This matters, because HashMap.get takes
-# only about 1 µs.
+# Python looks up a global name faster than an attribute of torch. This matters, because HashMap.get
+# takes only about 1 µs.
 _empty_like = torch.empty_like
 
 
 class Full(RuntimeError):
-    """A shard of a HashMap has no free entry. The message states the limit and what to do."""
+    """A shard of a HashMap has no free entry. The message states the limit and the fix."""
 
 
 class HashMap(Structure):
@@ -26,8 +26,8 @@ class HashMap(Structure):
 
     Use it for sparse state that any rank reads and changes: counts by token or user, embeddings of
     ids that are not row numbers, a directory of the data on each rank. Any rank can put, get, add
-    and delete values at any time; the rank that owns the key is not involved. A get takes about
-    1 µs, does not wait for writers and never returns a mixture of two values.
+    and delete values at any time, and the rank that owns the key does not take part. A get takes
+    about 1 µs, does not wait for writers and never returns a mixture of two values.
 
     Do not use it for dense row numbers (use DistributedTensor or ParameterCache), for values of
     different sizes (use PooledCache), or for an unbounded stream of new keys: a deleted key keeps
@@ -35,7 +35,7 @@ class HashMap(Structure):
     a writer that is killed during a write leaves the last value intact.
 
     `capacity` is the number of keys over all ranks. Keys are distributed over the ranks by their
-    hash, and each rank's shard has spare entries, because the distribution is not quite even. Key
+    hash, and each rank's shard has spare entries, because the distribution is not exactly even. Key
     2^64 - 1 is reserved. Values have `value_shape` and `dtype`, or are `value_bytes` raw bytes
     (uint8).
     """
@@ -82,7 +82,10 @@ class HashMap(Structure):
         return out if found else default
 
     def put(self, key: int, value: torch.Tensor | float) -> bool:
-        """Store a value, and return whether the key is new. The last of concurrent puts wins."""
+        """Store a value, and return whether the key is new.
+
+        If several ranks put the same key at the same time, the last put determines the value.
+        """
         return self._write(key, value, self._core_holding_gil.tutti_map_put)
 
     def add(self, key: int, value: torch.Tensor | float) -> bool:
@@ -106,8 +109,8 @@ class HashMap(Structure):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values, found).
 
-        `values` has shape (*keys.shape, *value_shape) and is 0 for absent keys; `found` is a
-        boolean mask of shape keys.shape.
+        `values` has shape (*keys.shape, *value_shape) and contains zeros for absent keys. `found`
+        is a boolean mask of shape keys.shape.
         """
         checked = self._checked_keys(keys)
         out = self._output(out, (*keys.shape, *self.value_shape), contiguous=True)
@@ -118,11 +121,11 @@ class HashMap(Structure):
         return out, found
 
     def put_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `values[i]` under `keys[i]`; each key is written separately."""
+        """Store `values[i]` under `keys[i]`, one key after another."""
         self._write_many(keys, values, -1)
 
     def add_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to the value of `keys[i]`; all values of a repeated key are added."""
+        """Add `values[i]` to the value of `keys[i]`. All values of a repeated key are added."""
         self._write_many(keys, values, addable(self.dtype, "add_many"))
 
     def owner(self, key: int) -> int:
@@ -154,7 +157,7 @@ class HashMap(Structure):
         code = self._core.tutti_map_compact(self._native)
         self.heap.barrier()
         if code < 0:
-            raise MemoryError(f"compact() has no memory for a copy of rank {self.rank}'s shard")
+            raise MemoryError(f"compact() cannot allocate a copy of rank {self.rank}'s shard")
 
     def __contains__(self, key: int) -> bool:
         self._check_key(key)
@@ -174,7 +177,7 @@ class HashMap(Structure):
         return sum(self._live(rank) for rank in range(self.size))
 
     def stats(self) -> dict[str, int | list[int]]:
-        """Return the counts of this rank, and the numbers of keys and entries of all shards."""
+        """Return the call counts of this rank, and the numbers of keys in all shards."""
         self._check_open()
         core, handle = self._core, self._native
         keys = [self._live(rank) for rank in range(self.size)]
@@ -273,8 +276,8 @@ class HashMap(Structure):
 def _entries(capacity: int, size: int) -> int:
     """Return the number of entries of a shard, a power of 2, for `capacity` keys in all shards.
 
-    The number of keys in a shard is binomially distributed: it exceeds the mean plus six standard
-    deviations once in 10^9 maps. An eighth of the entries stays free.
+    The number of keys in a shard is binomially distributed. It exceeds the mean plus six standard
+    deviations with a probability of about 10^-9. An eighth of the entries stays free.
     """
     mean = capacity / size
     max_keys = min(capacity, mean + 6 * math.sqrt(mean) + 1)

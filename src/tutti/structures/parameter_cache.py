@@ -8,22 +8,22 @@ from tutti.structures.distributed_tensor import Placement, RowPlacement, contigu
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-# Python finds a global faster than an attribute of torch. This matters, because
+# Python looks up a global name faster than an attribute of torch. This matters, because
 # ParameterCache.lookup takes only about 1 µs.
 _empty_like = torch.empty_like
 
 
 class ParameterCache(Structure):
-    """A table of `rows` × `columns`. The owner of a row publishes versions; all ranks read them.
+    """A table of `rows` × `columns`. Each row has an owner that publishes versions of the row.
 
-    Use it if readers and writers are not synchronised: parameters that a server publishes and
-    workers fetch, normalisation statistics, routing tables, tables of learning rates. A lookup
-    takes about 1 µs, never waits, and never returns a mixture of two versions.
+    Use it if readers and writers are not synchronized: parameters that a server publishes and
+    workers fetch, normalization statistics, routing tables, tables of learning rates. A lookup
+    works on any rank, takes about 1 µs, never waits, and never returns a mixture of two versions.
 
     Do not use it to sum contributions of many writers (use DistributedTensor), or for keys that
-    are not row numbers (use HashMap). It takes twice the memory of its rows: a new version is
-    written beside the version that readers use, so a writer that is killed during a write leaves
-    the last version intact.
+    are not row numbers (use HashMap). The cache takes twice the memory of its rows, because a new
+    version is written beside the version that readers use. So a writer that is killed during a
+    write leaves the last version intact.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ParameterCache(Structure):
         source = row if row.is_contiguous() else row.contiguous()
         address = source.data_ptr()
         self._published += 1
-        # This call needs no timeout parameter: the other writers of this row are threads of this
-        # process, which finish soon.
+        # This call needs no timeout parameter, because only threads of this process write this row,
+        # and a write is short.
         return self._retry(
             lambda: int(self._core_holding_gil.tutti_rows_publish(self._native, index, address)),
             f"publish of row {index}",
@@ -142,7 +142,7 @@ class ParameterCache(Structure):
     def wait_for(self, index: int, version: int, timeout: float | None = None) -> int:
         """Wait until a row has at least this version. Return the row's current version.
 
-        Raises Timeout, or PeerDied if the row's owner has died and can no longer publish it.
+        Raises Timeout, or PeerDied if the owner of the row has died.
         """
         if version <= 0:
             return self.version(index)
@@ -158,8 +158,8 @@ class ParameterCache(Structure):
     def stats(self) -> dict[str, int]:
         """Return the numbers of this rank's lookups, published rows and retries.
 
-        A retry is a copy that was repeated because, during the copy, the row's owner published a
-        version and began to write the next one.
+        A retry is a copy that was repeated, because the owner of the row published a version and
+        began to write the next version during the copy.
         """
         self._check_open()
         return {

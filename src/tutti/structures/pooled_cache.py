@@ -1,4 +1,4 @@
-"""PooledCache: tensors under keys, in local memory, then in peers' memory, then on the host."""
+"""PooledCache: a cache of tensors in local memory, peer memory and host memory."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -39,7 +39,7 @@ class HostTier:
         self._limit, self._page_locked = limit, page_locked
 
     def store(self, key: Hashable, data: torch.Tensor) -> bool:
-        """Store a copy as the most recently used value. Return False if there is no room."""
+        """Store a copy as the most recently used value. Return False if it does not fit."""
         cached = self._allocate(data)
         if cached is None:
             return False
@@ -112,22 +112,23 @@ class AreaTier(HostTier):
 
 
 class PooledCache(Structure):
-    """This rank's cache of immutable tensors, which spills: local → peers → host → dropped.
+    """A cache of immutable tensors for this rank, with three tiers: local, peer and host.
 
     Use it for values that are expensive to compute again and have different sizes: key-value blocks
-    of long prompts, decoded samples, intermediate features. When `local_bytes` are full, the least
-    recently used values move to memory on the other ranks (`peer_bytes` in total, divided evenly
-    among these ranks), then to ordinary host memory (`host_bytes`; page-locked when the heap is on
-    a GPU). A `get` from a lower tier promotes the value to local memory again.
+    of long prompts, decoded samples, intermediate features. When the local tier
+    (`local_bytes`) is full, the least recently used values move to memory on the other ranks
+    (`peer_bytes` in total, divided evenly among these ranks), then to ordinary host memory
+    (`host_bytes`; page-locked if the heap is on a GPU). When the host tier is full, values are
+    dropped. A `get` from a lower tier moves the value back to the local tier.
 
     Do not use it to share values between ranks: each rank has its own keys (use HashMap). On the
     CPU all tiers are equally fast, unless they are on different NUMA nodes, so the cache is useful
     mainly on GPUs.
 
-    Nothing is lost silently: `put` returns the keys that were dropped for lack of memory, `on_drop`
-    is called with each of these keys, `stats` counts them, and `get` never drops anything. Values
-    never change: to replace a value, remove it first. Use the cache from one thread at a time and,
-    on CUDA, on one stream.
+    No value is lost silently: `put` returns the keys of dropped values, `on_drop` is called with
+    each of these keys, and `stats` counts them. `get` never drops a value. Values are immutable: to
+    replace a value, remove it first. Use the cache from one thread at a time and, on CUDA, on one
+    stream.
     """
 
     def __init__(
@@ -164,9 +165,9 @@ class PooledCache(Structure):
         heap.barrier()
 
     def put(self, key: Hashable, value: torch.Tensor) -> list[Hashable]:
-        """Store a copy of a value, and return the keys that were dropped to make room for it.
+        """Store a copy of a value, and return the keys of the values that were dropped for it.
 
-        If the value fits into no tier, it is dropped itself, and the list contains `key`.
+        If the value itself fits into no tier, it is not stored, and the list contains `key`.
         """
         self._check_open()
         if key in self:
@@ -183,7 +184,7 @@ class PooledCache(Structure):
     def get(self, key: Hashable, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a copy of the value, or None if the key has no value.
 
-        The value is promoted to the local tier if nothing must be dropped for that.
+        The value is moved to the local tier if no other value must be dropped for that.
         """
         tier = self._hit(key)
         if tier is None:
@@ -198,10 +199,10 @@ class PooledCache(Structure):
 
     @contextmanager
     def borrow(self, key: Hashable) -> Iterator[torch.Tensor]:
-        """`with cache.borrow(key) as view:` gives the value in its tier, without a copy.
+        """`with cache.borrow(key) as view:` gives a view of the value in its tier, without a copy.
 
-        The value stays in its tier until the block ends. Do not write to it. Raises KeyError if
-        the key has no value.
+        The value stays in its tier until the block ends. Do not write to the view. Raises KeyError
+        if the key has no value.
         """
         tier = self._hit(key)
         if tier is None:
@@ -262,8 +263,8 @@ class PooledCache(Structure):
     ) -> bool:
         """Store `data` in the first tier that can hold it. Return whether there is such a tier.
 
-        To make room, least recently used values move to lower tiers. The keys of values that fit
-        into no tier are appended to `dropped`.
+        To free memory in this tier, its least recently used values move to lower tiers. The keys of
+        values that fit into no tier are appended to `dropped`.
         """
         for level, tier in enumerate(tiers):
             if not tier.could_store(data):
@@ -278,7 +279,7 @@ class PooledCache(Structure):
         return False
 
     def _promote(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
-        """Move a value to the local tier, if the values that it displaces fit into lower tiers."""
+        """Move a value to the local tier, if the values that it replaces fit into lower tiers."""
         local = self._tiers[0]
         while local.could_store(data):
             if local.store(key, data):
@@ -294,7 +295,7 @@ class PooledCache(Structure):
             self._counts["spilled"] += 1
 
     def _swap(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
-        """Swap a value with the oldest local value of the same size, which needs no free memory."""
+        """Swap a value with the oldest local value of the same size. This needs no free memory."""
         local, bytes = self._tiers[0], lower.values[key].view.nbytes
         for other, cached in local.values.items():
             if cached.pins or cached.view.nbytes != bytes:
@@ -302,7 +303,7 @@ class PooledCache(Structure):
             copy = cached.view.clone()
             local.drop(other)
             lower.drop(key)
-            local.store(key, data)  # each value fits into the memory that the other one freed
+            local.store(key, data)  # each value fits into the memory that the other value freed
             lower.store(other, copy)
             self._counts["promoted"] += 1
             self._counts["spilled"] += 1

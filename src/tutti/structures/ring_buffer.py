@@ -1,4 +1,4 @@
-"""RingBuffer: a stream of equally large slots between two ranks, in the consumer's memory."""
+"""RingBuffer: a bounded queue from one rank to another, in the consumer's memory."""
 
 from collections.abc import Iterator
 
@@ -12,33 +12,33 @@ _END = 1 << 63  # the bit that finish() sets in `filled` and cancel() sets in `e
 
 
 class EndOfStream(Exception):
-    """The producer has finished and the consumer has taken every slot."""
+    """The producer has called finish(), and the consumer has taken every slot."""
 
 
 class ConsumerGone(RuntimeError):
-    """The consumer has cancelled the stream and takes no more slots."""
+    """The consumer has called cancel() and takes no more slots."""
 
 
 class RingBuffer(Structure):
-    """`slots` slots of one shape in the consumer's memory; the producer fills them in turn.
+    """A queue of `slots` slots of one shape. The producer fills the slots in order.
 
     Use it to pass activations to the next pipeline stage, batches from a loading rank to a training
     rank, or gradients to a parameter server. The stream is ordered and has one producer and one
-    consumer. Neither end needs a copy, because `reserve` and `next` give views of the slot itself.
-    If the ring is full, the producer waits.
+    consumer. The slots are in the consumer's memory. Neither end needs a copy, because `reserve`
+    and `next` give views of a slot. If the ring is full, the producer waits.
 
     Do not use it between more than two ranks (make a ring per pair), or for messages of very
     different sizes (every slot has the size of the largest message). Each end may be used by
     only one thread at a time.
 
-    All ranks of the heap create it together, including ranks that are neither producer nor
+    All ranks of the heap create the ring together, including ranks that are neither producer nor
     consumer. A wait that fails raises Timeout, or PeerDied if the other end has died. Slots have
     `slot_shape` and `dtype`, or are `slot_bytes` raw bytes (uint8).
 
     Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
     `filled` (acquire) before it reads the slot. In the other direction, the consumer stores
     `emptied` after it has read the slot, and the producer loads `emptied` before it writes the slot
-    again. On CUDA each end synchronises its stream before it stores `filled` or `emptied`, which
+    again. On CUDA, each end synchronizes its stream before it stores `filled` or `emptied`. This
     blocks the host.
     """
 
@@ -70,7 +70,7 @@ class RingBuffer(Structure):
         self._slot_bytes = torch.Size(slot_shape).numel() * dtype.itemsize
         stride = -(-self._slot_bytes // 64) * 64
         ring = self._zeros((slots, stride))
-        # Each end waits on a word in its own memory, on a separate cache line.
+        # Each end waits for a word in its own memory. The words are on separate cache lines.
         words = self._zeros((128,), on_host=True)
         self._on_gpu = heap.device.type != "cpu"
         self._filled = words.address(consumer)
@@ -95,15 +95,15 @@ class RingBuffer(Structure):
     # ---- The producer's end ----
 
     def reserve(self, timeout: float | None = None) -> "SlotBlock":
-        """`with ring.reserve() as slot:` gives a free slot to write; the end of the block sends it.
+        """`with ring.reserve() as slot:` gives a free slot to write.
 
-        If the block raises an error, the slot is not sent.
+        The end of the block sends the slot. If the block raises an error, the slot is not sent.
         """
         self._reservation.timeout = timeout
         return self._reservation
 
     def put(self, value: torch.Tensor, timeout: float | None = None) -> None:
-        """Copy a tensor into the next slot and send it."""
+        """Copy a tensor into the next slot and send the slot."""
         if self._done >= self._fill_limit:
             self._find_slot("put", timeout)
         if value.shape != self.slot_shape or value.dtype is not self.dtype:
@@ -135,7 +135,7 @@ class RingBuffer(Structure):
         return True
 
     def finish(self) -> None:
-        """End the stream: the consumer takes the remaining slots, then gets EndOfStream."""
+        """End the stream. The consumer takes the remaining slots, then gets EndOfStream."""
         self._check_end("finish", self.producer)
         self._ended = True
         self._fill_limit = 0
@@ -144,10 +144,10 @@ class RingBuffer(Structure):
     # ---- The consumer's end ----
 
     def next(self, timeout: float | None = None) -> "SlotBlock":
-        """`with ring.next() as item:` gives a view of the oldest slot; the block's end frees it.
+        """`with ring.next() as item:` gives a view of the oldest slot.
 
-        Raises EndOfStream when the producer has finished. If the block raises an error, the slot
-        is not freed.
+        The end of the block frees the slot. If the block raises an error, the slot is not freed.
+        Raises EndOfStream when the producer has finished.
         """
         self._next.timeout = timeout
         return self._next
@@ -180,7 +180,7 @@ class RingBuffer(Structure):
                 return
 
     def cancel(self) -> None:
-        """End the stream as the consumer: the producer's next wait raises ConsumerGone."""
+        """End the stream as the consumer. The producer's next wait raises ConsumerGone."""
         self._check_end("cancel", self.consumer)
         self._ended = True
         self._take_limit = 0
@@ -226,7 +226,7 @@ class RingBuffer(Structure):
         count, ended = value & ~_END, value >= _END
         if filling and ended:
             raise ConsumerGone(
-                f"rank {peer} has cancelled the ring after {count} slots; {self._done} were filled"
+                f"rank {peer} has cancelled the ring after {count} slots. {self._done} were filled"
             )
         if ended and self._done >= count:
             raise EndOfStream(f"rank {peer} has finished after {self._done} slots")

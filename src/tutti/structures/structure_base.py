@@ -1,4 +1,4 @@
-"""The base class of all structures: collective creation and close, waits, checks of tensors.
+"""The base class of all structures: collective creation and close, waits, tensor checks.
 
 The compiled part of the structures is declared in shm/core/structures.h.
 """
@@ -18,7 +18,7 @@ from tutti.comm.symmetric.heap_rendezvous import Timeout
 from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.world.errors import UsageError
 
-_SUSPICIOUS_SECONDS = 0.02  # a writer that holds a value for longer may have died
+_SUSPICIOUS_SECONDS = 0.02  # after this time, check whether the writer of a value has died
 # The C core's codes of the dtypes that it can add atomically.
 _ADDABLE = {
     torch.float64: native.F64,
@@ -29,7 +29,7 @@ _ADDABLE = {
 
 
 def addable(dtype: torch.dtype, call: str) -> int:
-    """Return the C core's code of a dtype. Raises UsageError if atomic additions are impossible."""
+    """Return the C core's code of a dtype. Raises UsageError if it cannot be added atomically."""
     code = _ADDABLE.get(dtype)
     if code is None:
         names = ", ".join(str(known).removeprefix("torch.") for known in _ADDABLE)
@@ -40,9 +40,9 @@ def addable(dtype: torch.dtype, call: str) -> int:
 class Structure:
     """A data structure in a heap. All ranks create and close it; reads and writes are one-sided.
 
-    A `with` block closes the structure at its end. After an error in the block only this rank's
-    part is closed, because the other ranks may never call close(); the memory is then freed with
-    the heap.
+    A `with` block closes the structure at its end. After an error in the block, only this rank's
+    part is closed, because the other ranks may never call close(). The memory is then freed when
+    the heap is closed.
     """
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Structure:
         self._views_kept: list[torch.Tensor] = []
 
     def close(self) -> None:
-        """Free the memory. All ranks must call this. No rank may use the structure afterwards."""
+        """Free the memory on all ranks (collective). No rank may use the structure afterwards."""
         if self.closed:
             return
         self._check_open()
@@ -92,22 +92,24 @@ class Structure:
     def _release(self) -> None:
         """Free the compiled handle. Subclasses implement this method.
 
-        Compiled calls that are made without a check of `closed` must be replaced by `_refuse`.
+        If a subclass makes compiled calls without checking `closed`, this method must replace these
+        calls with `_refuse`.
         """
 
     def _declare_dead(self, rank: int) -> None:
         """Ignore the claims of a dead rank from now on.
 
-        A writer claims a value before it writes the value (cell.h). Subclasses whose writers do so
+        A writer claims a value before it writes the value (cell.h). Subclasses with such writers
         implement this method.
         """
 
     def _refuse(self, *arguments: object) -> NoReturn:
         """Raise UsageError.
 
-        `close` replaces compiled calls by this method, so that the hot path needs no check.
+        `close` replaces compiled calls with this method, so that frequent calls need not check
+        `closed`.
         """
-        raise UsageError(f"this {type(self).__name__} is closed: create another on all ranks")
+        raise UsageError(f"this {type(self).__name__} is closed: create a new one on all ranks")
 
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], contiguous: bool = False
@@ -134,7 +136,7 @@ class Structure:
     def _check_open(self) -> None:
         if self.closed or self.heap.closed:
             which = type(self).__name__ if self.closed else "heap"
-            raise UsageError(f"this {which} is closed: create another on all ranks")
+            raise UsageError(f"this {which} is closed: create a new one on all ranks")
 
     def _zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, on_host: bool = False
@@ -148,8 +150,8 @@ class Structure:
             bytes = torch.Size(shape).numel() * dtype.itemsize
             heap = self._host = Heap(heap.group, bytes=bytes, device="cpu", timeout=heap.timeout)
         tensor = heap.zeros(shape, dtype)
-        # The views keep the memory mapped even if the heap is closed, because compiled code holds
-        # addresses in it.
+        # Compiled code holds addresses in this memory. The views keep the memory mapped even if the
+        # heap is closed.
         self._memory.append(tensor)
         self._views_kept += [tensor.peer(rank) for rank in range(self.size)]
         return tensor
@@ -159,7 +161,7 @@ class Structure:
         return pointers([tensor.address(rank) for rank in range(self.size)])
 
     def _cpu_memory(self) -> CpuMemory:
-        # A structure that waits for words always makes its last allocation in host memory.
+        # Structures that wait for words always make their last allocation in host memory.
         return cast(CpuMemory, self._memory[-1].memory)
 
     def _await(
@@ -167,8 +169,8 @@ class Structure:
     ) -> int:
         """Wait until the word at address `word` is at least `at_least` (acquire). Return its value.
 
-        Raises Timeout, or PeerDied or PeerLeft if rank `source`, which should write the word, has
-        died or has closed the heap.
+        Rank `source` is expected to write the word. Raises PeerDied or PeerLeft if this rank has
+        died or has closed the heap, and Timeout if the word is not written in time.
         """
         seconds = self.heap.timeout if timeout is None else timeout
         first = max(min(seconds, SLICE_SECONDS), 1e-6)  # for the core, 0 means to wait forever
@@ -182,9 +184,9 @@ class Structure:
     def _retry(self, call: Callable[[], int], what: str) -> int:
         """Repeat a compiled call while another writer blocks it. Return the call's result.
 
-        If the writer that holds the claim on a value has died, its claim is taken over. This is
-        safe, because a write becomes visible to readers only when it is complete. A rank that only
-        closed the heap keeps its claim: another of its threads may still be writing.
+        If the writer that has claimed the value has died, its claim is taken over. This is safe,
+        because a write becomes visible to readers only when it is complete. A rank that has closed
+        the heap but is alive keeps its claim, because one of its threads may still be writing.
         """
         code = call()
         if code > BUSY and code != OVERTAKEN:
@@ -200,8 +202,8 @@ class Structure:
             if now - start > self.heap.timeout:
                 writers = f"rank {writer} is" if code <= BUSY else "other ranks are"
                 raise Timeout(
-                    f"{what} waited {self.heap.timeout:g} s on rank {self.rank}: {writers} writing "
-                    "the value without pause"
+                    f"{what} waited {self.heap.timeout:g} s on rank {self.rank}: {writers} still "
+                    "writing the value"
                 )
             time.sleep(0)  # the writer may need this CPU core
             code = call()
