@@ -608,7 +608,7 @@ def read_calibration(path: Path, cluster: Cluster | None = None) -> tuple[Calibr
         versions = content["environment"]["versions"]
         ranks = content["ranks"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"--calibration {path} is incomplete ({error}): {cure}") from None
+        raise UsageError(f"--calibration {path} is not complete ({error}): {cure}") from None
     if cluster is not None and not _same_device(calibration.device, cluster):
         raise UsageError(
             f"--calibration {path} was measured on {calibration.device}, but the plan is for "

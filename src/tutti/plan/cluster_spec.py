@@ -2,9 +2,10 @@
 
 A cluster comes from one of three sources:
 
-- a number and a name, such as `16xH100` or `4xcpu`, with the usual figures of that accelerator;
-- a file of `tutti topo --record`, with the figures of a real machine;
-- a file cluster.toml, which names the accelerator and replaces any figure:
+- a number and a name, such as `16xH100` or `4xcpu`: the figures are the usual values of this
+  accelerator;
+- a file of `tutti topo --record`: the figures are those of the recorded machine;
+- a file cluster.toml, which names the accelerator and can replace each figure:
 
       gpus = "64xH100"
       per_node = 8
@@ -35,15 +36,16 @@ from tutti.machine.sysfs import SysFiles
 from tutti.parallel.layout import AXES, Layout
 from tutti.world.errors import UsageError, closest_name
 
-# Assumed figures of one core of a server CPU that is not calibrated: two units for fused
-# multiply-add on 8 (AVX2) float32 values at 2.5 GHz, and its share of the memory bandwidth.
+# Assumed figures of one server CPU core without a calibration: two AVX2 units, each of which
+# computes a fused multiply-add of 8 float32 values per cycle at 2.5 GHz, and the core's share of
+# the memory bandwidth.
 _CORE_FLOPS = 2 * 2 * 8 * 2.5e9
 _CORE_MEMORY_BANDWIDTH = 8e9
 _CPU_LINK_BANDWIDTH = 5e9  # between ranks of one host, through shared memory
 _CPU_NETWORK_BANDWIDTH = 1.25e9  # 10 Gbit/s between hosts
 # The keys that a cluster.toml must have if its accelerator is not in the catalogue.
 _NEEDED = ("bf16_tflops", "fp32_tflops", "memory_gb", "memory_tbs", "intra_gbs")
-_NO_NVLINK_BANDWIDTH = 20e9  # between GPUs without NVLink, which share PCIe 4 links to the host
+_NO_NVLINK_BANDWIDTH = 20e9  # between GPUs without NVLink: they share PCIe 4 links to the host
 
 
 @dataclass(frozen=True)
@@ -51,33 +53,33 @@ class Cluster:
     """Identical accelerators on identical nodes. Bandwidths are bytes/s in one direction."""
 
     accelerator: str
-    """The name in cluster_spec.toml, the name that the driver reports, or cpu."""
+    """The name in cluster_spec.toml, the name that the driver reports, or `cpu`."""
     gpus: int
-    """The number of GPUs. With `cpu`: the number of ranks."""
+    """The number of GPUs. If the accelerator is `cpu`: the number of ranks."""
     per_node: int
     architecture: str
     """Volta, Ampere, Hopper, Blackwell, CDNA3, CDNA4 or cpu."""
     memory_bytes: int
-    """Memory of one GPU, or the share of a CPU rank in the memory of the host."""
+    """Memory of one GPU. For CPU ranks: the share of the host memory for one rank."""
     peak_flops: Mapping[str, float] = field(hash=False)
-    """Dense peak by dtype: bf16, fp16, float32, tf32, float64."""
+    """Peak FLOP/s without sparsity, by dtype: bf16, fp16, float32, tf32, float64."""
     memory_bandwidth: float
     processors: int
     """Multiprocessors of one GPU, or cores of one CPU rank."""
     gemm_efficiency: float
     """The largest share of the peak that a matrix product reaches."""
     intra_bandwidth: float
-    """Bandwidth of the links of one GPU to the other GPUs of its node."""
+    """Bandwidth from one GPU to the other GPUs of its node."""
     inter_bandwidth: float
     """Network bandwidth of one GPU."""
     device: str = ""
-    """A name that the driver reports, by which the catalogue finds the accelerator."""
+    """A name that the driver reports. The hardware catalogue finds the accelerator by this name."""
     switched: bool = True
     """Whether the GPUs of a node are connected by a switch such as NVSwitch."""
     price_per_gpu_hour: float | None = None
     watts: float | None = None
     assumptions: tuple[str, ...] = field(default=())
-    """Figures that are usual values of this accelerator and not known for this cluster."""
+    """Figures that are assumed: usual values of the accelerator, not known for this cluster."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -88,7 +90,7 @@ class Cluster:
             low = self.gpus // self.per_node * self.per_node
             raise UsageError(
                 f"--gpus {self.gpus} is not a multiple of --per-node {self.per_node}: use "
-                f"{low} or {low + self.per_node} GPUs, or another --per-node"
+                f"{low} or {low + self.per_node} GPUs, or a different --per-node"
             )
 
     @property
@@ -102,7 +104,7 @@ class Cluster:
         return self.architecture == "cpu"
 
     def with_gpus(self, gpus: int) -> "Cluster":
-        """Return the same cluster with another number of GPUs."""
+        """Return the same cluster with a different number of GPUs."""
         return replace(self, gpus=gpus)
 
     def peak(self, dtype: str) -> float:
@@ -113,10 +115,10 @@ class Cluster:
     def members_and_nodes(
         self, layout: Layout, axis: str, order: Sequence[str] = AXES
     ) -> tuple[int, int]:
-        """Return how many ranks of a group of this axis share a node, and how many nodes it spans.
+        """Return (ranks per node, nodes) of a process group along a mesh axis.
 
-        Consecutive ranks are on one node. `order` is the order of the axes over the ranks,
-        outermost first. The axis `data` means dp and shard together.
+        Consecutive ranks are on one node. `order` lists the mesh axes, outermost first. The axis
+        `data` combines dp and shard.
         """
         size = layout.data_ranks if axis == "data" else layout.axes[axis]
         inner = order[order.index("shard" if axis == "data" else axis) + 1 :]
@@ -127,22 +129,23 @@ class Cluster:
 def spread_over_nodes(size: int, stride: int, per_node: int) -> tuple[int, int]:
     """Return (ranks per node, nodes) of a group of `size` ranks.
 
-    `stride` is the difference between the numbers of two neighbouring ranks of the group.
+    `stride` is the difference between two neighbouring rank numbers of the group.
     """
     if size == 1:
         return 1, 1
     members = max(1, min(size, per_node // stride)) if stride <= per_node else 1
-    while size % members:  # assume fewer ranks per node, so that all nodes have the same number
+    while size % members:  # assume fewer ranks per node, so that all nodes have equally many
         members -= 1
     return members, size // members
 
 
 def limit_power(cluster: Cluster, watts: float) -> Cluster:
-    """Return the cluster with another power limit for each GPU.
+    """Return the cluster with a different power limit per GPU.
 
-    Large matrix products run at the power limit. Power grows faster than the clock, because the
-    voltage grows with the clock. The throughput is assumed to be proportional to watts^0.75, which
-    fits the difference between an H100 PCIe (350 W) and an H100 SXM (700 W).
+    Large matrix products run at the power limit. Power grows faster than the clock rate, because a
+    higher clock rate also needs a higher voltage. The throughput is assumed to be proportional to
+    watts^0.75. This exponent fits the difference between an H100 PCIe (350 W) and an H100 SXM (700
+    W).
     """
     if cluster.watts is None or watts >= cluster.watts:
         return replace(cluster, watts=watts)
@@ -151,7 +154,7 @@ def limit_power(cluster: Cluster, watts: float) -> Cluster:
 
 
 def parse_gpus(text: str, per_node: int | None = None) -> Cluster:
-    """Return the cluster that a text such as `16xH100`, `8xA100-40GB` or `4xcpu` describes."""
+    """Return the cluster for a text such as `16xH100`, `8xA100-40GB` or `4xcpu`."""
     count, name = _split(text)
     return named_cluster(name, count, per_node)
 
@@ -167,7 +170,7 @@ def _split(text: str) -> tuple[int, str]:
 
 
 def named_cluster(name: str, gpus: int, per_node: int | None = None) -> Cluster:
-    """Return a cluster of accelerators of this name, with their usual figures."""
+    """Return a cluster of the named accelerator, with its usual figures."""
     if name.lower() == "cpu":
         cores = min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -189,14 +192,15 @@ def named_cluster(name: str, gpus: int, per_node: int | None = None) -> Cluster:
 
 
 def cluster_of_device(device: str, gpus: int) -> Cluster:
-    """Return a cluster of the accelerator with this name, which the driver reports.
+    """Return a cluster of the accelerator that the driver reports as `device`.
 
-    Some accelerators of the catalogue exist with two memory sizes. The size in the name decides.
+    Some accelerators exist with two memory sizes. The memory size in the device name selects the
+    catalogue entry.
     """
     entries = [entry for entry in _defaults().values() if _same_model(entry["device"], device)]
     if not entries:
         raise UsageError(
-            f"the accelerator {device!r} is not in the catalogue, so its peaks are unknown: "
+            f"the accelerator {device!r} is not in the catalogue, so its peak rates are unknown: "
             "describe the accelerator in a file for tutti plan --cluster, with the keys gpus, "
             + ", ".join(_NEEDED)
         )
@@ -259,7 +263,7 @@ def read_cluster(path: Path, per_node: int | None = None) -> Cluster:
 
 
 def _unlisted_cluster(content: Mapping[str, Any], per_node: int | None) -> Cluster:
-    """Return a cluster of accelerators that need not be in the catalogue."""
+    """Return the cluster of a cluster.toml whose accelerator may be missing in the catalogue."""
     count, name = _split(content["gpus"])
     if name.lower() in {entry.lower() for entry in (*known_accelerators(), "cpu")}:
         return named_cluster(name, count, per_node)
@@ -267,7 +271,7 @@ def _unlisted_cluster(content: Mapping[str, Any], per_node: int | None) -> Clust
         accelerator=name,
         gpus=count,
         per_node=per_node or min(8, count),
-        architecture="Ampere",  # the oldest architecture with bf16, so its constants are cautious
+        architecture="Ampere",  # the oldest architecture with bf16: its rates are conservative
         memory_bytes=0,
         peak_flops={"float64": content["fp32_tflops"] * 1e12 / 2},
         memory_bandwidth=0.0,
@@ -281,15 +285,15 @@ def _unlisted_cluster(content: Mapping[str, Any], per_node: int | None) -> Clust
 
 
 def _without(assumptions: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
-    """Return the assumptions, without the assumptions about figures that are known."""
+    """Return the assumptions whose figures are not in `known`."""
     return tuple(text for text in assumptions if text.split(" ")[0] not in known)
 
 
 def read_machine_cluster(path: Path, gpus: int | None = None) -> Cluster:
     """Return the cluster that a file of `tutti topo --record` describes.
 
-    All machines in the file must have the same accelerators. `gpus` is the number of GPUs of the
-    plan. None means all GPUs of the recorded machines.
+    All machines in the file must have the same accelerators. `gpus` is the number of GPUs in the
+    plan. If it is None, the plan uses all GPUs of the recorded machines.
     """
     try:
         machines = read_machines(path)
@@ -302,8 +306,8 @@ def read_machine_cluster(path: Path, gpus: int | None = None) -> Cluster:
     kinds = {(tuple(each.name for each in machine.accelerators)) for machine in machines}
     if len(kinds) > 1:
         raise UsageError(
-            f"--machine {path} has machines with different accelerators: record machines of one "
-            "kind, or use --cluster cluster.toml"
+            f"--machine {path} describes machines with different accelerators: record machines "
+            "with the same accelerators, or use --cluster cluster.toml"
         )
     machine = machines[0]
     if not machine.accelerators:
@@ -360,7 +364,8 @@ def _from_entry(entry: Mapping[str, Any], gpus: int, per_node: int | None) -> Cl
     memory_tbs = entry.get("memory_tbs") or spec.memory_tbs
     assert memory_tbs is not None, f"cluster_spec.toml: {entry['name']} has no memory bandwidth"
     intra = spec.scale_up_gbs * 1e9 if spec.scale_up_gbs else _NO_NVLINK_BANDWIDTH
-    # Without tf32 (the default of torch), float32 matrix products use the fp32 units.
+    # By default, torch does not use TF32 for matrix products, so float32 matrix products run on the
+    # fp32 units.
     peaks = {"bf16": spec.bf16, "fp16": spec.bf16, "float32": spec.fp32, "float64": spec.fp32 / 2}
     if spec.tf32 is not None:
         peaks["tf32"] = spec.tf32
@@ -394,7 +399,7 @@ def _from_entry(entry: Mapping[str, Any], gpus: int, per_node: int | None) -> Cl
 
 
 def _cpu_cluster(ranks: int, per_node: int, cores: int, memory: int) -> Cluster:
-    """Return a cluster of CPU ranks that divide the cores and the memory of a host evenly."""
+    """Return a cluster of CPU ranks. The ranks of a host share its cores and memory equally."""
     share = max(1, cores // per_node)
     return Cluster(
         accelerator="cpu",
@@ -402,7 +407,7 @@ def _cpu_cluster(ranks: int, per_node: int, cores: int, memory: int) -> Cluster:
         per_node=per_node,
         architecture="cpu",
         memory_bytes=memory // per_node,
-        # bf16 on a CPU without matrix units is not faster than float32.
+        # On a CPU without matrix units, bf16 is not faster than float32.
         peak_flops=dict.fromkeys(("bf16", "fp16", "float32"), share * _CORE_FLOPS)
         | {"float64": share * _CORE_FLOPS / 2},
         memory_bandwidth=share * _CORE_MEMORY_BANDWIDTH,
@@ -412,7 +417,7 @@ def _cpu_cluster(ranks: int, per_node: int, cores: int, memory: int) -> Cluster:
         inter_bandwidth=_CPU_NETWORK_BANDWIDTH,
         switched=False,
         assumptions=(
-            f"cores: {share} for each rank, with {_CORE_FLOPS / 1e9:g} GFLOP/s each (to measure "
+            f"cores: {share} per rank, with {_CORE_FLOPS / 1e9:g} GFLOP/s per core (to measure "
             "the cores, use tutti plan --calibrate)",
         ),
     )

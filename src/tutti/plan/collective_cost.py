@@ -1,25 +1,25 @@
-"""Predicts the seconds of a collective: with NCCL's cost model on GPUs, with an α–β model on CPUs.
+"""Predicts the time of a collective: with NCCL's cost model on GPUs, and an α–β model on CPUs.
 
 NCCL chooses the algorithm and the protocol with the shortest predicted time:
 
     seconds = latency + bytes / algbw
 
-The constants are in collective_cost.toml. algbw is the message size / the transfer time. With n
-ranks on N nodes, a ring all-reduce has 2 (n − 1) steps, and a ring all-gather or reduce-scatter has
-n − 1 steps.
+The constants are in collective_cost.toml. algbw = message size / transfer time. With n ranks on N
+nodes, a ring all-reduce has 2 (n − 1) steps, and a ring all-gather or reduce-scatter has n − 1
+steps.
 
     ring        latency = base + steps inside nodes × hop + steps between nodes × network hop
                 algbw   = bus bandwidth × n / steps
     tree        latency = base + 2 ((ranks per node − 1) × hop + log2(N) × network hop)
                 algbw   = 0.85 × 0.5 × 0.92 × bus bandwidth, limited for each channel
-    NVLS        latency = 25 µs (+ 2 log2(N) × network hop). The NVLink switch adds the values
+    NVLS        latency = base + 25 µs (+ 2 log2(N) × network hop if N > 1)
 
-The protocol LL has the lowest latency and reaches half of the bandwidth. LL128 reaches 92 %, and
-Simple reaches the whole bandwidth.
+With NVLS, the NVLink switch computes the sums. The protocol LL has the lowest latency and reaches
+half of the bandwidth. LL128 reaches 92 % of the bandwidth, and Simple the whole bandwidth.
 
-For a group inside a node, the bus bandwidth is the bandwidth of a GPU's links. For a group over
-several nodes, it is the bandwidth of the NICs of the group's GPUs on one node. The NICs of the
-other GPUs of the node are not counted, because other groups use them at the same time.
+For a group inside a node, the bus bandwidth is the link bandwidth of one GPU. For a group over
+several nodes, it is at most the sum of the NIC bandwidths of the group's GPUs on one node. The NICs
+of the node's other GPUs are not counted, because other groups use them at the same time.
 """
 
 import math
@@ -41,18 +41,18 @@ _CHANNELS = 8
 _NETWORK_SHARE = 0.92
 # algbw of NVLS / (link bandwidth × nvls_efficiency × (n − 1) / n), from nccl-tests of 8 H200.
 _NVLS_SHARE = 0.8
-# For a message between two GPUs: the latency in seconds, and the share of the link's bandwidth that
-# it reaches. Copies between two A100, H100 and H200 reach 276 of 300, 376 of 450 and 396 of 450
-# GB/s.
+# The latency of a message between two GPUs in seconds, and the share of the link bandwidth that the
+# message reaches. Copies between two A100 reach 276 of 300 GB/s, between two H100 376 of 450 GB/s,
+# and between two H200 396 of 450 GB/s.
 _PAIR_LATENCY = {"intra": 10e-6, "inter": 20e-6}
 _PAIR_SHARE = 0.85
-# Seconds of one round of messages between CPU ranks that are not calibrated.
+# Seconds of one round of messages between CPU ranks, if there is no calibration.
 _CPU_LATENCY = {"intra": 20e-6, "inter": 100e-6}
 
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """α and β of one operation on a calibrated machine, for one number of ranks.
+    """α and β of one collective on a calibrated machine, for one number of ranks.
 
     seconds = alpha × log2(ranks) + beta × bus factor × bytes, as in `tutti scale`.
     """
@@ -69,7 +69,7 @@ class CollectiveCost:
 
     cluster: Cluster
     measured: tuple[MeasuredCollective, ...] = ()
-    """Measurements inside one node, which replace the model for groups inside a node."""
+    """Measurements inside one node. They replace the cost model for groups inside a node."""
     latency_factor: float = 1.0
     bandwidth_factor: float = 1.0
     _cache: dict[tuple[str, float, int, int], float] = field(
@@ -103,7 +103,7 @@ class CollectiveCost:
         return latency * self.latency_factor + transfer / self.bandwidth_factor
 
     def _measured(self, op: str, ranks: int) -> MeasuredCollective | None:
-        """Return the measurement of this or a similar operation, with the nearest rank count."""
+        """Return the measurement of this or a similar collective, with the nearest rank count."""
         alike = {"reduce_scatter": "all_gather", "all_gather": "reduce_scatter"}
         for name in (op, alike.get(op, "all_reduce"), "all_reduce"):
             rows = [row for row in self.measured if row.op == name]
@@ -131,7 +131,7 @@ class CollectiveCost:
         return latency, OPERATIONS[op].bus_factor(members * nodes) * size / bandwidth
 
     def choose(self, op: str, size: float, members: int, nodes: int) -> tuple[str, float, float]:
-        """Return (algorithm and protocol, latency, transfer seconds) with the shortest time."""
+        """Return (algorithm and protocol, latency, transfer seconds) of the fastest combination."""
         options = []
         for algorithm, protocol in product(("ring", "tree", "nvls"), _PROTOCOLS):
             predicted = self._tuner(op, size, members, nodes, algorithm, protocol)
@@ -182,12 +182,12 @@ class CollectiveCost:
                 bandwidth = min(bandwidth, channels * limits["ll128_channel"])
             bandwidth *= ranks / steps
         elif algorithm == "tree":
-            if not reduces_all or nodes == 1:  # in one node, a tree is a chain: never the fastest
+            if not reduces_all or nodes == 1:  # in one node, a tree is a slow chain
                 return None
             latency = constants["base_latency"]["tree"][position]
             latency += 2 * (members - 1) * hops["tree"][position]
             latency += 2 * math.log2(nodes) * network["tree"][position]
-            # With two nodes, one half of the message crosses the network in each direction.
+            # With two nodes, half of the message crosses the network in each direction.
             bandwidth = (intra if nodes == 2 and members > 1 else bus) * _RING_SHARE["ll128"]
             if nodes == 2:
                 bandwidth = min(bandwidth, inter * 1.7)
@@ -202,8 +202,8 @@ class CollectiveCost:
             efficient = limits["nvls_efficiency"] and self.cluster.switched
             if op != "all_reduce" or protocol != "simple" or not efficient or members < 3:
                 return None
-            # NCCL's table has no base latency for NVLS. The value of a ring is used, because the
-            # launch takes as long.
+            # NCCL's table has no base latency for NVLS. The base latency of a ring is used, because
+            # the launch takes equally long.
             latency = hops["nvls"] + constants["base_latency"]["ring"][0]
             bandwidth = self.cluster.intra_bandwidth / 1e9 * limits["nvls_efficiency"]
             bandwidth *= (members - 1) / members * _NVLS_SHARE

@@ -1,13 +1,13 @@
 """Finds faster settings of a training job by timing short runs on this machine: `tutti tune`.
 
 The search changes one setting at a time. It keeps a change only if the gain is larger than the
-variation between runs. Candidates for the next setting are combined with the changes that were
-kept. A candidate first runs once, and is dropped if its step is much slower than the best step so
-far. Otherwise the candidate and the best settings run alternately (AB BA AB). At the end, the best
-settings and the original settings run alternately. The reported gain comes only from this final
-comparison.
+variation between runs. Candidates for the next setting include all changes that were kept. A
+candidate first runs once, and is dropped if its step is much slower than the best step so far.
+Otherwise the candidate (B) and the best settings (A) run alternately, in the order AB BA AB. At the
+end, the best settings and the original settings run alternately. The reported gain comes only from
+this final comparison.
 
-A candidate that fails, for example because memory is exhausted, is a row of the result with its
+If a candidate fails, for example because memory is exhausted, its row of the result contains the
 error. Every run is a separate job with a time limit, so a failed run leaves no processes behind.
 """
 
@@ -26,14 +26,15 @@ from tutti.profile.try_advice import TimedRun, change_text, time_run, with_flags
 from tutti.world.errors import UsageError
 
 Change = dict[str, Any]
-"""The changes of a run: `flags` of tutti train, or arguments of DDP, FSDP2 and DataLoader, as in
-profile/program_settings.py. The empty dict means the original settings."""
+"""The changed settings of a run: `flags` of tutti train, or the arguments of DDP, FSDP2 and
+DataLoader that profile/program_settings.py can change. An empty dict means the original
+settings."""
 Candidates = Callable[[str, Change, TimedRun], Iterable[Change]]
-"""A function (name of a setting, best change so far, first run) → changes to try."""
+"""A function (name of a setting, best changes so far, first run) → changes to try."""
 
 _TIMED_SECONDS, _MIN_STEPS, _MAX_STEPS = 2.0, 8, 60
-_MUCH_SLOWER = 1.1  # a candidate whose first run is slower by this factor is dropped
-_LEAST_GAIN = 0.01  # share of the step; smaller gains are not kept
+_MUCH_SLOWER = 1.1  # a candidate is dropped if its first run is slower by this factor
+_LEAST_GAIN = 0.01  # minimum gain of a kept change, as a share of the step time
 # The time limit of a run is _LIMIT_FACTOR × the longest run so far, but at least _SHORTEST_LIMIT
 # seconds.
 _LIMIT_FACTOR, _SHORTEST_LIMIT = 8, 120.0
@@ -49,11 +50,11 @@ class Search:
     settings: Sequence[str]  # names of the settings, in the order in which they are tried
     folder: Path  # for the output and traces of all runs
     budget_s: float
-    # Maximum relative change of the losses. None: the losses of the program are unknown.
+    # Maximum relative change of the losses. None means that the program's losses are unknown.
     loss_tolerance: float | None = None
-    pairs: int = 3  # pairs of runs in the comparison of a candidate with the best settings
-    # Pairs of runs in the final comparison. If the budget is short there are fewer, but at least
-    # `pairs`.
+    pairs: int = 3  # pairs of runs that compare a candidate with the best settings
+    # Pairs of runs in the final comparison. If the budget is short, there are fewer pairs, but at
+    # least `pairs`.
     final_pairs: int = 5
     rows: list[dict[str, Any]] = field(default_factory=list)
     stopped: bool = False  # whether Ctrl-C stopped the search
@@ -66,10 +67,13 @@ class Search:
         self._losses: list[float] = []  # the losses of the first run
 
     def execute(self) -> dict[str, Any]:
-        """Search until all candidates were tried or the budget is used. Return the result."""
+        """Try candidates until none is left or the budget is used. Return the result."""
         first = self._run({}, compared=True)
         if first.code or first.step_s is None:
-            raise UsageError(f"the job cannot be tuned: {_failure(first)}. See {first.log}.")
+            raise UsageError(
+                f"the job cannot be tuned, because its first run failed: {_failure(first)}. See "
+                f"{first.log}."
+            )
         self._losses = self._read_losses(first)
         self._steps = min(_MAX_STEPS, max(_MIN_STEPS, round(_TIMED_SECONDS / first.step_s)))
         _report(f"original settings: {1e3 * first.step_s:.2f} ms per step")
@@ -78,7 +82,7 @@ class Search:
         try:
             for setting in self.settings:
                 for change in self.candidates(setting, best, first):
-                    # Reserve time for the final comparison, which runs only if a change was kept.
+                    # If a change was kept, also reserve time for the final comparison.
                     runs = 1 + 2 * self.pairs * (2 if best else 1)
                     if not self._has_time_for(runs):
                         _report(self._budget_is_used(runs))
@@ -91,7 +95,7 @@ class Search:
         return self._result(best)
 
     def _try(self, setting: str, best: Change, best_s: float, change: Change) -> float | None:
-        """Compare a candidate with the best settings. Return its step time if it is faster."""
+        """Compare a candidate with the best settings. Return its step time, or None if not kept."""
         row: dict[str, Any] = {"setting": setting, "change": change_text(change), "kept": False}
         self.rows.append(row)
         row["result"] = self._compare(row, best, best_s, _merged(best, change))
@@ -99,7 +103,7 @@ class Search:
         return row["step_s"] if row["kept"] else None
 
     def _compare(self, row: dict[str, Any], best: Change, best_s: float, candidate: Change) -> str:
-        """Fill the row of a candidate, and return the result as text."""
+        """Fill the candidate's row, and return the result as text."""
         run = self._run(candidate)
         if run.code or run.step_s is None:
             return f"failed: {_failure(run)}"
@@ -124,7 +128,7 @@ class Search:
         )
 
     def _pairs(self, before: Change, after: Change, pairs: int) -> list[tuple[float, float]] | str:
-        """Return the two step times of each pair of runs, or the reason why a run failed."""
+        """Return both step times of each pair of runs, or the reason why a run failed."""
         results = []
         for number in range(pairs):
             seconds: dict[bool, float] = {}
@@ -185,12 +189,12 @@ class Search:
         return run
 
     def _has_time_for(self, runs: int) -> bool:
-        """Return whether this number of runs fits into the rest of the budget."""
+        """Return whether `runs` more runs fit into the remaining budget."""
         return self.budget_s - (time.monotonic() - self._began) > runs * self._longest
 
     def _budget_is_used(self, runs: int) -> str:
         if self.rows:
-            return "the budget is used: the remaining candidates are not tried"
+            return "--budget is used up: the remaining candidates are not tried"
         needed = (self._runs + runs) * self._longest
         return (
             f"--budget {self.budget_s:.0f}s is too short: a run takes {self._longest:.0f} s, and a "
@@ -208,7 +212,7 @@ class Search:
         return losses[:_COMPARED_LOSSES]
 
     def _loss_difference(self, run: TimedRun) -> str | None:
-        """Return a sentence if the first losses differ from the original settings, or None."""
+        """Return a sentence if the first losses differ from the original losses, or None."""
         if self.loss_tolerance is None:
             return None
         pairs = list(zip(self._losses, self._read_losses(run), strict=False))
@@ -219,10 +223,10 @@ class Search:
 
 
 def program_candidates(setting: str, best: Change, first: TimedRun, cores: int) -> Iterator[Change]:
-    """Yield the changes to try for one setting of an unchanged program.
+    """Yield the changes to try for one setting of a user's own program.
 
-    These settings do not change the results of the program. `cores` is the number of CPU cores for
-    each rank.
+    These settings do not change the results of the program. `cores` is the number of CPU cores per
+    rank.
     """
     program = first.program
     if setting == "bucket size":
@@ -247,7 +251,7 @@ PROGRAM_SETTINGS = ("loader workers", "bucket size", "gradient_as_bucket_view", 
 
 
 def _spread_out(values: Sequence[float], count: int) -> list[float]:
-    """Return at most `count` of the values, evenly spaced, with the first and the last value."""
+    """Return at most `count` evenly spaced values, including the first and the last value."""
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
@@ -261,7 +265,7 @@ def _merged(first: Change, second: Mapping[str, Any]) -> Change:
 
 
 def _failure(run: TimedRun) -> str:
-    """Return one line about a run that failed or took too few steps."""
+    """Return one line that says why a run failed or could not be timed."""
     if run.code == 124:
         return "the run exceeded its time limit"
     if not run.code:
@@ -281,7 +285,7 @@ def result_lines(result: Mapping[str, Any], program: bool) -> Iterator[str]:
         yield f"no candidate was tried ({tried})"
         return
     if not result["change"]:
-        yield f"no candidate was faster by more than the variation between runs ({tried})"
+        yield f"no candidate's gain was larger than the variation between runs ({tried})"
         return
     gain = result["gain"]
     if gain is None:

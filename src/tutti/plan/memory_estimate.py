@@ -1,19 +1,20 @@
 """Estimates the peak memory of each rank of a layout, by cause.
 
-The step is followed unit by unit (a unit is a block or another layer). At every moment, a rank
-holds
+The estimate goes through the step unit by unit (a unit is a block or another layer). At every
+moment, a rank holds
 
     parameters, optimizer state, buffers     all the time
-    activations                              kept by the units whose forward has run, for every
-                                             microbatch in flight, plus temporary results
+    activations                              of the units whose forward has run, for every
+                                             microbatch in flight, and temporary results
     gradients                                of the units whose backward has run
-    communication buffers                    FSDP2's gathered units, DDP's buckets, and the receive
-                                             buffers of the pipeline
+    communication buffers                    FSDP2's gathered parameters, DDP's buckets, and the
+                                             receive buffers of the pipeline
 
 The peak is the largest sum of these parts at one moment, not the sum of the largest parts. The
-rules for FSDP2 follow torch. A unit computes with its gathered parameters. In forward, memory also
-has the flat buffers of this unit's all-gather and of the next all-gather. In backward, memory also
-has the flat buffer of the next all-gather and the input of the previous reduce-scatter.
+rules for FSDP2 follow torch's implementation. A unit computes with its gathered parameters. In
+forward, the flat buffers of this unit's all-gather and of the next all-gather also exist. In
+backward, the flat buffer of the next all-gather and the input of the previous reduce-scatter also
+exist.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from tutti.plan.step_simulation import StepOptions
 from tutti.plan.workload import Parameter, Unit, Workload, block_bytes
 
 _MIB = 2**20
-_STEP_BYTES = 512  # a step counter of the optimizer takes the smallest allocation on the device
+_STEP_BYTES = 512  # an optimizer's step counter uses the smallest allocation on the device
 # Bytes of optimizer state per byte of trained parameters.
 OPTIMIZER_STATE = {
     "sgd": 1.0,
@@ -46,26 +47,27 @@ OPTIMIZER_STATE = {
 }
 # Optimizers that keep a step counter for each parameter.
 _HAS_STEP = ("adamw", "adam", "adamax", "nadam", "radam")
-# Bytes of a cuBLAS workspace by GPU architecture. torch has one for forward and one for backward.
+# Bytes of a cuBLAS workspace by GPU architecture. torch allocates one for forward and one for
+# backward.
 _WORKSPACE = {"Hopper": 32 * _MIB, "Blackwell": 32 * _MIB}
 _OLD_WORKSPACE = 8 * _MIB + 128 * 1024
 CONTEXT_BYTES = int(0.55 * 2**30)
 """Bytes of the CUDA context and the kernels of one process."""
 NCCL_BYTES = 2**30
-"""Bytes of the NCCL communicators of one process. A job with one rank has none."""
+"""Bytes of the NCCL communicators of one process. A job with one rank has no communicators."""
 RESERVED = 1.04
 """(Memory that torch's allocator reserves) / (memory that tensors use). Published measurements are
 1.03 to 1.09."""
 _EXACT_RANKS = 4  # `MemoryModel.peak` computes at most this many pipeline ranks exactly
-# Batches of this rank on the device: the batch of the current step, and two that the loader has
-# prepared.
+# Batches of this rank on the device: the batch of the current step, and two batches that the loader
+# has prepared.
 _BATCHES = 3
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The peak memory of the ranks with the same pipeline rank, in bytes, by cause."""
+    """The peak memory of all ranks with one pipeline rank, in bytes, by cause."""
 
     pipeline_rank: int
     parameters: int
@@ -73,13 +75,13 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     buffers: int
-    """Gathered units, DDP's buckets, receive buffers, workspaces and inputs."""
+    """Gathered parameters, DDP's buckets, receive buffers, workspaces and inputs."""
     overhead: int
     """Memory that torch's allocator reserves but does not use, the CUDA context, and NCCL."""
     moment: str
-    """When the peak is reached, such as `backward of blocks.3`."""
+    """The point of the step at which the peak is reached, such as `backward of blocks.3`."""
     details: tuple[tuple[str, int], ...] = ()
-    """The largest parts of `buffers`."""
+    """The parts of `buffers`, largest first."""
 
     @property
     def allocated(self) -> int:
@@ -88,11 +90,11 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The memory of the device that a rank needs."""
+        """The device memory that a rank needs."""
         return self.allocated + self.overhead
 
     def row(self) -> dict[str, int]:
-        """Return `memory_bytes` of the JSON."""
+        """Return the value of `memory_bytes` in the JSON."""
         row = {name: getattr(self, name) for name in _PARTS}
         return row | {
             "overhead": self.overhead,
@@ -103,7 +105,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class _Moment:
-    """A moment that may be the peak. All values are bytes in addition to the static memory."""
+    """A point of the step that may be the peak. All values are bytes besides the static memory."""
 
     activations: float = 0.0
     gradients: float = 0.0
@@ -116,7 +118,7 @@ class _Moment:
 
 
 def _state_bytes(workload: Workload, options: StepOptions) -> float:
-    """Return the bytes of optimizer state and averages of --ema per byte of trained parameters."""
+    """Return the bytes of optimizer state and `--ema` averages per byte of trained parameters."""
     state = OPTIMIZER_STATE.get(options.optimizer, 2.0)
     if not options.ema:
         return state
@@ -126,7 +128,7 @@ def _state_bytes(workload: Workload, options: StepOptions) -> float:
 
 
 class MemoryModel:
-    """Estimates the memory of layouts on one cluster, and keeps results that layouts share."""
+    """Estimates the memory of layouts on one cluster, and caches results that layouts share."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -137,13 +139,13 @@ class MemoryModel:
     def estimate(
         self, workload: Workload, layout: Layout, options: StepOptions, cuts: Sequence[int] = (0,)
     ) -> list[MemoryEstimate]:
-        """Return the estimates of all pipeline ranks. `cuts` is the first unit of every stage."""
+        """Return the estimates of all pipeline ranks. `cuts` has the first unit of every stage."""
         return self._estimate(workload, layout, options, tuple(cuts), range(layout.pp))
 
     def peak(
         self, workload: Workload, layout: Layout, options: StepOptions, cuts: Sequence[int] = (0,)
     ) -> MemoryEstimate:
-        """Return the estimate of the pipeline rank that needs most memory."""
+        """Return the estimate of the pipeline rank that needs the most memory."""
         ranks: Sequence[int] = range(layout.pp)
         if layout.pp > _EXACT_RANKS:
             ranks = self._likely_ranks(workload, layout, options, tuple(cuts))
@@ -155,7 +157,8 @@ class MemoryModel:
     ) -> Sequence[int]:
         """Return the pipeline ranks that may need the most memory.
 
-        They are the first rank, the last rank, and the ranks with the largest rough estimates.
+        The returned ranks are the first rank, the last rank, and the ranks with the largest rough
+        estimates.
         """
         shards = layout.data_ranks > 1 and not layout.only_replicas
         sizes = self._sizes(workload, layout.shard if shards else 1)
@@ -238,8 +241,8 @@ class MemoryModel:
         if not self.cluster.is_cpu:
             overhead = int((RESERVED - 1) * allocated) + CONTEXT_BYTES
             overhead += NCCL_BYTES if layout != Layout() else 0
-            # Measured jobs had a second set of buckets in their first steps, in which DDP rebuilds
-            # its buckets.
+            # DDP rebuilds its buckets in the first steps. Measured jobs held two sets of buckets
+            # during these steps.
             overhead += trained_bytes if in_buckets else 0
         return MemoryEstimate(
             rank,
@@ -261,7 +264,7 @@ class MemoryModel:
         return self._tables[key]
 
     def _sizes(self, workload: Workload, shard: int) -> "_Sizes":
-        # Workloads of other microbatch sizes have the same parameters.
+        # The key has no microbatch size, because it does not change the parameters.
         key = (id(workload.units[0].parameters), len(workload.units), workload.sharded, shard)
         if key not in self._size_tables:
             self._workloads[id(workload)] = workload
@@ -273,14 +276,14 @@ class MemoryModel:
     def _replica(
         self, workload: Workload, layout: Layout, options: StepOptions, table: "_Table"
     ) -> _Moment:
-        """Return the peak of a rank whose parameters are not sharded: one device, DDP or tp."""
+        """Return the peak of a rank with one device, DDP or tp, without FSDP2's sharding."""
         units = (0, len(workload.units))
         in_buckets = layout.dp > 1 and layout.only_replicas
         whole = float(table.gradients.sum())
         accumulates = options.accumulation > 1
         moments = [table.forward_peak(units)]
         if in_buckets and not accumulates:
-            # Gradients are views of the buckets, which are counted as static buffers.
+            # Gradients are views of the buckets, and the buckets are counted as static buffers.
             moments.append(table.backward_peak(units, fresh=False))
         else:
             moments.append(table.backward_peak(units, fresh=True))
@@ -313,7 +316,7 @@ class MemoryModel:
         whole = float(shares.sum())
         accumulated = whole if options.accumulation > 1 else 0.0
         root_reduced = float(reduced[others].sum())
-        # The last reduce-scatter of a microbatch is that of the parameters outside of blocks. Its
+        # The last reduce-scatter of a microbatch reduces the parameters outside of blocks. Its
         # input exists until the first reduce-scatter of the next microbatch.
         previous = root_reduced if options.accumulation > 1 and shard > 1 else 0.0
         moments: list[_Moment] = []
@@ -412,8 +415,8 @@ class MemoryModel:
         gradients = [each.gradients for each in numbers]
         buffers, reduced = 0.0, 0.0
         if shards:
-            # Units stay gathered for all microbatches, and gradients are reduced only after the
-            # last microbatch.
+            # Parameters stay gathered for all microbatches, and gradients are reduced only after
+            # the last microbatch.
             for place, (start, end) in enumerate(stages):
                 buffers += float(sizes.gathered[start:end].sum())
                 widths = sizes.reduced[start:end]
@@ -425,9 +428,9 @@ class MemoryModel:
             stage = numbers[place]
             kept = existing = 0.0
             for number, each in enumerate(numbers):
-                # After the first half of a split backward, the gradients of the outputs of matrix
-                # products are kept until the second half. They are estimated as half of the kept
-                # activations.
+                # A split backward computes the gradients of inputs first, and the gradients of
+                # weights later. In between, the gradients of matrix-product outputs are kept. Their
+                # size is estimated as half of the kept activations.
                 kept += (in_flight[number] + 0.5 * waiting[number]) * each.kept
                 existing += gradients[number] if begun[number] else 0.0
             peak = stage.forward if kind == "F" else stage.fresh if first else stage.later
@@ -446,7 +449,7 @@ class _Stage:
     """The memory of one pipeline stage, in bytes for one microbatch.
 
     `fresh` is the peak of the stage's first backward, which allocates gradients. `later` is the
-    peak of all other backwards.
+    peak of every later backward.
     """
 
     kept: float
@@ -457,7 +460,7 @@ class _Stage:
 
 
 class _Sizes:
-    """The bytes of a workload's parameters as arrays, one value per unit, for one shard size."""
+    """The parameter bytes of a workload for one shard size, as arrays with one value per unit."""
 
     def __init__(self, workload: Workload, shard: int) -> None:
         units = workload.units
@@ -481,12 +484,12 @@ class _Sizes:
         self._shard = shard
         columns = (self.stored, self.trained, self.count, self.buffers)
         totals = np.concatenate((np.zeros((1, 4)), np.cumsum(np.stack(columns, axis=1), axis=0)))
-        self._sums: list[list[float]] = totals.tolist()  # sums of all earlier units
+        self._sums: list[list[float]] = totals.tolist()  # entry i: sums of the units before i
 
     def held(
         self, workload: Workload, stages: Sequence[tuple[int, int]]
     ) -> tuple[int, int, int, int]:
-        """Return the parameters and buffers of some stages as four numbers.
+        """Return the sizes of the parameters and buffers of the given stages, as four numbers.
 
         The numbers are the bytes of all parameters, the bytes and the number of trained parameters,
         and the bytes of buffers.
@@ -507,7 +510,7 @@ class _Sizes:
                 for u in workload.units[start:end]
                 for p in u.parameters
             }
-            # A tied parameter needs memory if the first copy is on another pipeline rank.
+            # A tied parameter needs its own memory if the first copy is on another pipeline rank.
             if inside and parameter.sharing not in names:
                 parameters += stored_bytes(parameter, self._shard)
                 trained += stored_bytes(parameter, self._shard)
@@ -516,7 +519,7 @@ class _Sizes:
 
 
 class _Table:
-    """The memory of a workload's units as arrays, for one recomputation mode."""
+    """The memory of a workload's units for one recomputation mode, as arrays."""
 
     def __init__(self, workload: Workload, mode: Recompute, sizes: "_Sizes") -> None:
         memory = [unit.memory[mode] for unit in workload.units]
@@ -544,8 +547,8 @@ class _Table:
         self.blocks = [i for i, unit in enumerate(workload.units) if unit.is_block]
         self.position = {unit: number for number, unit in enumerate(self.blocks)}
         self.others = [i for i in range(len(memory)) if i not in self.position]
-        # Within a run of equal blocks, memory is a linear function of the index of the block, so
-        # the peak is at the first or the last block of the run.
+        # In a sequence of equal blocks, memory is a linear function of the block index, so the peak
+        # is at one end of the sequence. `corners` has the units at these ends and all other units.
         last = len(memory) - 1
         self.corners = {
             i
@@ -572,7 +575,7 @@ class _Table:
         return self._stages[units]
 
     def kept_before(self, units: tuple[int, int]) -> np.ndarray:
-        """Return the bytes that the earlier units of a stage keep, for every unit of the stage."""
+        """Return, for every unit of a stage, the bytes that the earlier units of the stage keep."""
         part = self.kept[units[0] : units[1]]
         return np.concatenate(([0.0], np.cumsum(part)))[: len(part)]
 
@@ -586,8 +589,8 @@ class _Table:
     def backward_peak(self, units: tuple[int, int], *, fresh: bool) -> _Moment:
         """Return the peak of the backward of one microbatch.
 
-        If `fresh` is true, gradients are allocated in this backward. Otherwise gradients exist
-        already, and the gradients of this microbatch are only temporary.
+        If `fresh` is true, this backward allocates the gradients. Otherwise the gradients already
+        exist, and the gradients of this microbatch are temporary until they are added.
         """
         start, end = units
         temporary = self.kept_before(units)[:, None] + self._temporary[start:end]
@@ -618,13 +621,13 @@ def stored_bytes(parameter: Parameter, shard: int) -> int:
 
 
 def width_of(unit: Unit, parameter: Parameter, workload: Workload) -> int:
-    """Return the bytes per element in which the unit computes with the parameter."""
+    """Return the bytes per element of the parameter while the unit computes."""
     narrow = workload.sharded and unit.is_block
     return min(2, parameter.element_bytes) if narrow else parameter.element_bytes
 
 
 def gathered_bytes(workload: Workload, unit: Unit, shard: int) -> int:
-    """Return the bytes of a unit's parameters after FSDP2 has gathered them, with padding."""
+    """Return the bytes of a unit's parameters after FSDP2's all-gather, with padding."""
     return sum(
         block_bytes(_padded(p, shard) * width_of(unit, p, workload))
         for p in unit.parameters
@@ -644,13 +647,13 @@ def _reduce_bytes(unit: Unit, shard: int) -> int:
 
 
 def _padded(parameter: Parameter, shard: int) -> int:
-    """Return the number of elements of all shards together, with padding of the first dim."""
+    """Return the number of elements of all shards together, with the padding of the first dim."""
     rows = -(-parameter.first_dim // shard) * shard
     return rows * (parameter.elements // max(1, parameter.first_dim))
 
 
 def held_stages(schedule: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """Return the stages of a pipeline rank, as `stages_of` of parallel/pipeline does."""
+    """Return the stages of a pipeline rank, like `stages_of` in parallel/pipeline."""
     if schedule == "zbv":
         return [rank, 2 * ranks - 1 - rank]
     return [rank + loop * ranks for loop in range(per_rank)]
@@ -659,7 +662,7 @@ def held_stages(schedule: ScheduleName, rank: int, ranks: int, per_rank: int) ->
 def largest_in_flight(
     schedule: ScheduleName, ranks: int, microbatches: int, per_rank: int
 ) -> tuple[int, ...]:
-    """Return the number of microbatches in flight on each stage of rank 0 when it is largest."""
+    """Return the microbatches in flight per stage of pipeline rank 0 when their sum is largest."""
     states = _patterns(schedule, ranks, microbatches, per_rank)[0]
     counts = [
         tuple(n + (place == number) for number, n in enumerate(in_flight))
@@ -678,11 +681,11 @@ def _patterns(
 ) -> list[list[_Pattern]]:
     """Return, for every pipeline rank, the states in which its memory can be largest.
 
-    A state belongs to one action of the schedule (F or B). It has six values: the kind of the
-    action, the position of its stage among the rank's stages, and whether it is the first backward
-    of this stage; then for each stage of the rank the number of microbatches in flight (without the
-    microbatch of the action), whether gradients exist, and the number of microbatches that wait for
-    the second half of their backward.
+    A state describes one action of the schedule with six values. The first three are the kind of
+    the action (F or B), the position of its stage among the rank's stages, and whether the action
+    is the first backward of this stage. The last three have one entry for each stage of the rank:
+    the number of microbatches in flight (without the microbatch of the action), whether gradients
+    exist, and the number of microbatches that wait for the second half of their backward.
     """
     if schedule == "gpipe":
         full, rest = (microbatches,), (microbatches - 1,)
@@ -706,7 +709,7 @@ def _patterns(
         return found
     from tutti.parallel.pipeline.schedule_timeline import action_orders  # imports torch
 
-    # With more than 4 × ranks microbatches, the same numbers of microbatches in flight repeat.
+    # After 4 × ranks microbatches, the numbers of microbatches in flight only repeat.
     count = min(microbatches, 4 * ranks)
     for rank, actions in enumerate(action_orders(schedule, ranks, count, per_rank)):
         place_of = {s: i for i, s in enumerate(held_stages(schedule, rank, ranks, per_rank))}
@@ -735,7 +738,7 @@ def _patterns(
 def _largest(states: set[_Pattern]) -> list[_Pattern]:
     """Return the states that can need the most memory.
 
-    A state is left out if another state with the same first three values has at least as many
+    A state is left out if another state has the same first three values, and at least as many
     microbatches and gradients on every stage.
     """
 

@@ -1,13 +1,14 @@
-"""Traces a model: runs one microbatch on meta tensors, and records its operators and its memory.
+"""Traces a model: runs one microbatch on meta tensors, and records its operators and memory.
 
-The model is made parallel by `parallel/apply.py`, with a process group that does not communicate,
-so the recorded operators and tensors are those of the training step. For every unit (a block, the
-embedding, the head), the trace records the operators, the bytes that are kept for backward, and the
-peak bytes of forward and backward.
+`parallel/apply.py` parallelizes the model with torch's fake process group, which does not
+communicate. So the trace records the same operators and tensors as a training step. For every unit
+(a block, the embedding, the head), the trace records the operators, the bytes that are kept for
+backward, and the peak bytes of forward and backward.
 
-Of a run of equal blocks only three are traced: the first, a middle and the last block. The trace of
-the middle block is used for all blocks between the first and the last. Bytes, FLOPs and dims are
-linear functions of the number of samples, so two traces determine all microbatch sizes.
+In a sequence of equal blocks, only three blocks are traced: the first, a middle and the last block.
+The trace of the middle block is used for all blocks between the first and the last. Bytes, FLOPs
+and dims are linear functions of the number of samples, so traces with two microbatch sizes
+determine the values for every microbatch size.
 """
 
 import copy
@@ -58,11 +59,11 @@ from tutti.train.task import Task
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# Two sizes determine the linear functions of the number of samples. Size 1 is not used, because
-# torch leaves out copies of tensors whose dims are 1.
+# The two traced microbatch sizes, which determine the linear functions of the number of samples.
+# Size 1 is not used, because torch skips some copies of tensors with a dim of size 1.
 _SIZES = (2, 3)
-_KEPT_BLOCKS = 3  # number of traced blocks of a run of equal blocks
-_POINTS = 6  # maximum number of moments in `ActivationMemory` of a unit's backward
+_KEPT_BLOCKS = 3  # number of traced blocks in a sequence of equal blocks
+_POINTS = 6  # maximum length of `ActivationMemory.backward_peaks`
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -79,7 +80,7 @@ _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class ModelTracer:
-    """Makes workloads of one recipe's model. Traces are kept and reused."""
+    """Makes workloads of one recipe's model. Traces are cached."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class ModelTracer:
         device: DeviceKind = "cuda",
         allocator: bool = True,
     ) -> None:
-        """If `allocator` is true, count blocks of torch's CUDA allocator, not bytes of tensors."""
+        """If `allocator` is true, count block sizes of torch's CUDA allocator, not tensor sizes."""
         self.recipe, self.dataset, self.device = recipe, dataset, device
         self.allocator = allocator and device == "cuda"
         self.inputs, self.targets = dataset.train.batch([0])
@@ -99,8 +100,8 @@ class ModelTracer:
         """Return the workload of a tp rank.
 
         If `sharded` is true, FSDP2 shards the parameters, and blocks compute with 16-bit parameters
-        if the precision is 16-bit. Raises UsageError if the model cannot be traced, or if tp cannot
-        split it.
+        if the precision is 16-bit. Raises UsageError if the model cannot be traced, or if tensor
+        parallelism over `tp` ranks cannot split the model.
         """
         sharded = sharded and self._gathers_narrow
         key = (tp, microbatch, sharded)
@@ -111,7 +112,8 @@ class ModelTracer:
 
     @cached_property
     def template(self) -> tuple[nn.Module, Task, dict[str, list[str]]]:
-        """The shortened model on meta, its task, and the result of `shorten_model`."""
+        """The model on meta, shortened by `shorten_model`; the task; the result of
+        `shorten_model`."""
         model = model_without_weights(self.recipe, self.dataset).train()
         for owner in model.modules():
             for name, buffer in owner._buffers.items():
@@ -127,12 +129,12 @@ class ModelTracer:
             return False
         blocks = repeated_blocks(self.template[0])
         modules = [module for block in blocks for module in block.modules()]
-        # Batch norms with 16-bit inputs need float32 weights, so models with batch norms gather
-        # float32 parameters.
+        # Batch norms with 16-bit inputs need float32 weights, so FSDP2 gathers float32 parameters
+        # in models with batch norms.
         return bool(modules) and not any(isinstance(module, _NormBase) for module in modules)
 
     def traced(self, tp: int, microbatch: int, sharded: bool = False) -> Workload:
-        """Return the workload of a trace with exactly this microbatch size. Tests use it."""
+        """Return a workload that is traced with exactly this microbatch size. Used by tests."""
         trace = self._trace(tp, microbatch, sharded)
         return _workload(trace, trace, microbatch)
 
@@ -145,10 +147,10 @@ class ModelTracer:
 
 
 def model_without_weights(recipe: Recipe, dataset: Dataset | None) -> nn.Module:
-    """Return the recipe's model with its parameters on meta. No weights are drawn or read.
+    """Return the recipe's model with its parameters on meta. No weights are initialized or read.
 
-    In training, a user's own module may need real memory to initialize its weights. A trace needs
-    no weights, so the constructor runs on the meta device if possible.
+    In training, the constructor of a user's own module may initialize weights in real memory. A
+    trace needs no weights, so the constructor runs on the meta device if possible.
     """
     if ":" not in recipe.model or recipe.model.startswith("hf:"):
         return build_meta_model(recipe, dataset, saved_weights=False)[0]
@@ -157,8 +159,8 @@ def model_without_weights(recipe: Recipe, dataset: Dataset | None) -> nn.Module:
         with torch.device("meta"):
             model = make()
     except (RuntimeError, NotImplementedError, ValueError):
-        # The constructor reads values of tensors, so it cannot run on meta. Its parameters are
-        # moved to meta when they are registered.
+        # The constructor reads values of tensors, so it cannot run on meta. `build_with_buffers`
+        # moves each parameter to meta when the constructor registers it.
         model = build_with_buffers(make)
     dtype = PARAMETER_DTYPES[recipe.compute.precision]
     model = model if dtype is None else model.to(dtype)
@@ -169,9 +171,12 @@ def model_without_weights(recipe: Recipe, dataset: Dataset | None) -> nn.Module:
 
 @contextmanager
 def _meta_world(ranks: int) -> Iterator[World]:
-    """Context with a world of `ranks` ranks on the meta device, which do not communicate."""
+    """Context manager: a world of `ranks` ranks on the meta device, without communication."""
     if dist.is_initialized():
-        raise UsageError("tutti plan must run before ranks start: it makes its own process group")
+        raise UsageError(
+            "tutti plan creates its own process group, but a process group already exists in this "
+            "process: make the plan before torch.distributed is initialized"
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -200,7 +205,7 @@ def _meta_world(ranks: int) -> Iterator[World]:
 
 
 class _NoWeights(Weights):
-    """Leaves the values of parameters undefined, because a trace reads no values."""
+    """Leaves the parameter values undefined, because a trace reads no values."""
 
     def fill(self, model: nn.Module) -> None:
         """Do nothing."""
@@ -211,12 +216,12 @@ class _NoWeights(Weights):
 
 @dataclass
 class _UnitTrace:
-    """The records of one unit from one run of the model."""
+    """The records of one unit from one forward and backward of the model."""
 
     name: str
     is_block: bool
     repeats: list[str]
-    """The names of the units for which this trace stands."""
+    """The names of all units that use this trace."""
     forward: list[Operation] = field(default_factory=list)
     backward: list[Operation] = field(default_factory=list)
     recomputed: list[Operation] = field(default_factory=list)
@@ -229,7 +234,7 @@ class _UnitTrace:
 
 @dataclass
 class _Traced:
-    """The units of one run, for every recomputation mode, and the sizes of the model."""
+    """The traced units for every recomputation mode, and the sizes of the model."""
 
     microbatch: int
     modes: dict[Recompute, list[_UnitTrace]]
@@ -259,8 +264,8 @@ class _Tracing:
         supported: tuple[Recompute, ...] = ("none", "selective", "full")
         if not repeated_blocks(template):
             supported = ("none",)
-        # With tp, the first run also executes operators that fill DTensor's caches. So the model
-        # runs once more before the runs that are recorded.
+        # With tp, the first run also executes operators that fill DTensor's caches. So the mode
+        # "none" runs twice, and the second trace replaces the first.
         first: tuple[Recompute, ...] = ("none",) if self.tp > 1 else ()
         for mode in first + supported:
             model = self._copy()
@@ -283,7 +288,7 @@ class _Tracing:
         return _Traced(self.microbatch, modes, of_units, buffers, shared, size, uncuttable, head)
 
     def _copy(self) -> nn.Module:
-        """Return a copy of the template, with parameters in the dtype in which they are used."""
+        """Return a copy of the template, with parameters in the dtype in which blocks compute."""
         model = copy.deepcopy(self.tracer.template[0])
         if self.sharded:
             for block in repeated_blocks(model):
@@ -292,16 +297,17 @@ class _Tracing:
         return model
 
     def _apply(self, model: nn.Module, mode: Recompute) -> bool:
-        """Make the model parallel, in place. Return whether the sequence is split."""
+        """Parallelize the model in place. Return whether sequence parallelism is used."""
         parallel = replace(self.recipe.parallel, layout=None)
         if self.recipe.task.loss != "cross_entropy":
             parallel = replace(parallel, loss_parallel=False)
         on_cuda = self.tracer.device == "cuda"
         if on_cuda and self.recipe.compute.compile and parallel.sequence_parallel:
-            # The compiler would overlap operators on CUDA. A trace runs the same operators on meta.
+            # async_tp only changes how the compiler overlaps operators on CUDA. The trace records
+            # the same operators without it.
             parallel = replace(parallel, async_tp=False)
         mesh = Layout(tp=self.tp).mesh(replace(self.world, device=torch.device("cpu")))
-        assert mesh.device_mesh is not None  # DTensor supports no mesh with the device type meta
+        assert mesh.device_mesh is not None  # DTensor does not support the device type meta
         mesh.world = self.world
         example = self._example(model)
         techniques = Techniques(parallel, recompute=mode, autocast=self.autocast, example=example)
@@ -351,7 +357,8 @@ class _Tracing:
                 with torch.no_grad():
                     seed = torch.ones_like(loss)
                 ledger.end_forward()
-                # Tensor.backward would disable the mode `operators`, which recomputation needs.
+                # Tensor.backward would disable the TorchFunctionMode `operators`, but the
+                # recomputed forward needs it.
                 _engine_run_backward(
                     (loss,),
                     (seed,),
@@ -368,9 +375,9 @@ class _Tracing:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise UsageError(
-                f"--model {self.recipe.model} cannot be traced on tensors without values "
-                f"({reason[:200]}): give a model whose forward does not depend on the values of "
-                "tensors, or measure with tutti train --benchmark"
+                f"--model {self.recipe.model} cannot be traced on meta tensors, which have no "
+                f"values ({reason[:200]}): use a model whose forward does not depend on tensor "
+                "values, or measure with tutti train --benchmark"
             ) from error
         return units
 
@@ -386,20 +393,21 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Ledger(TorchDispatchMode):
-    """Records every operator, and every allocation and release of memory, during one microbatch."""
+    """Records every operator, memory allocation and memory release of one microbatch."""
 
     def __init__(self, units: list[_UnitTrace], device: DeviceKind, allocator: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.units, self._device, self._allocator = units, device, allocator
         self._unit, self._backward = 0, False
-        # One entry per event (an allocation or a release): the unit u, or −1 − u in backward; the
-        # number of the allocation; and the change in bytes.
+        # Three lists with one entry per event (an allocation or a release). `_where` has the unit
+        # index u in forward and −1 − u in backward, `_number` the number of the allocation, and
+        # `_delta` the change in bytes.
         self._where: list[int] = []
         self._number: list[int] = []
         self._delta: list[int] = []
         self._alive: dict[int, tuple[int, Any]] = {}  # address of storage → number, weak reference
         self._sizes: list[int] = []
-        self._owner: list[int] = []  # for each allocation, the unit that made it
+        self._owner: list[int] = []  # for each allocation, the unit that allocated it
         self._ignored: set[int] = set()
         self._accumulated: dict[int, int] = {}  # allocation → event at which it became a gradient
         self._forward_end = 0
@@ -407,7 +415,7 @@ class _Ledger(TorchDispatchMode):
         self._keep: list[Any] = []
 
     def attach(self, model: nn.Module, names: list[list[str]]) -> None:
-        """Register hooks that set the current unit, to which operators are assigned."""
+        """Register hooks that set the current unit. Operators are recorded in the current unit."""
         tensors = [*model.parameters(), *model.buffers()]
         self._keep = [_local(tensor).untyped_storage() for tensor in tensors]
         self._ignored = {storage._cdata for storage in self._keep}
@@ -425,7 +433,7 @@ class _Ledger(TorchDispatchMode):
                 self._hooks.append(hook)
 
     def begin(self) -> None:
-        """Forget all allocations before the forward pass."""
+        """Discard the events that were recorded before the forward pass."""
         self._where, self._number, self._delta = [], [], []
 
     def counted(self, outputs: Any) -> Any:
@@ -440,7 +448,7 @@ class _Ledger(TorchDispatchMode):
         self._backward = True
 
     def end(self) -> None:
-        """Mark the end of backward, and fill the memory of the units."""
+        """Mark the end of backward, and compute the memory of the units."""
         for hook in self._hooks:
             hook.remove()
         _summarise(
@@ -463,8 +471,8 @@ class _Ledger(TorchDispatchMode):
                 size = _local(value)
                 self.units[before].output_bytes = size.numel() * size.element_size()
                 if value.requires_grad:
-                    # When the gradient of a unit's input is complete, the backward of the unit has
-                    # ended, and the backward of the previous unit begins.
+                    # When the gradient of a unit's input is complete, the unit's backward has ended
+                    # and the previous unit's backward begins.
                     value.register_hook(partial(self._leave_backward, before))  # type: ignore[no-untyped-call]
                 return
 
@@ -502,10 +510,10 @@ class _Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
-            return NotImplemented  # count the operators on the local tensors instead
+            return NotImplemented  # so that the operators on the local tensors are recorded
         kwargs = kwargs or {}
         if func is _CONDITION and args[0].dtype == torch.bool:
-            return True  # as MetaConditions does: assume no padding and no packed samples
+            return True  # like MetaConditions: assumes no padding and no packed samples
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         fresh = False
@@ -533,7 +541,7 @@ class _Ledger(TorchDispatchMode):
         unit = self.units[self._unit]
         if not self._backward:
             unit.forward.append(operation)
-        elif torch.is_grad_enabled():  # recomputation enables gradients, backward does not
+        elif torch.is_grad_enabled():  # only the recomputed forward enables gradients
             unit.recomputed.append(operation)
         else:
             unit.backward.append(operation)
@@ -550,7 +558,7 @@ def _name_of(operator: Any) -> str:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in an argument or result: a tensor, or a nesting of tuples and lists."""
+    """Return the tensors in an argument or result, which may be nested tuples and lists."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, str | int | float | None):
@@ -570,7 +578,7 @@ def _operation(
     outputs: Sequence[Tensor],
     result: Any,
 ) -> Operation | None:
-    """Return the operator as data, or None for operators that start no kernel."""
+    """Return the record of an operator, or None if the operator starts no kernel."""
     moved = float(sum(each.numel() * each.element_size() for each in (*inputs, *outputs)))
     floating = [each.dtype for each in (*outputs, *inputs) if each.is_floating_point()]
     dtype = _NAMES.get(floating[0], "float32") if floating else "float32"
@@ -614,17 +622,17 @@ def _summarise(
     accumulated: Mapping[int, int],
     forward_end: int,
 ) -> None:
-    """Fill the memory of every unit from the events of the run."""
+    """Set the memory fields of every unit from the recorded events."""
     events = len(where)
     count = len(units)
-    # Bytes that were allocated in forward and not freed before its end are kept for backward.
+    # Bytes that are allocated in forward and still alive at its end are kept for backward.
     at_end = np.zeros(len(owner))
     np.add.at(at_end, number[:forward_end], delta[:forward_end])
     kept = np.zeros(count)
     np.add.at(kept, owner, at_end)
     earlier = np.concatenate(([0.0], np.cumsum(kept)))[:count]
-    # From the event at which a gradient is complete, its bytes count as gradients and no longer as
-    # temporary results.
+    # Before a gradient is complete, its bytes count as temporary results. After this event, they
+    # count as gradients.
     is_gradient = np.zeros(len(owner), dtype=bool)
     is_gradient[list(accumulated)] = True
     complete_at = np.full(len(owner), events + 1)
@@ -652,7 +660,7 @@ def _summarise(
 
 
 def _unit_names(model: nn.Module, example: Nested) -> tuple[str, list[list[str]]]:
-    """Return the reason why the model cannot be cut into stages (or ""), and the units.
+    """Return the reason why the model cannot be cut into stages (or `""`), and the units.
 
     A unit is a list of module names.
     """
@@ -661,7 +669,7 @@ def _unit_names(model: nn.Module, example: Nested) -> tuple[str, list[list[str]]
         if sequential or getattr(model, "cuttable", False):
             return "", layer_units(model)
         if not isinstance(example, Tensor):
-            raise UsageError("the inputs of a batch are not one tensor")
+            raise UsageError("the batch has several input tensors, but a pipeline needs one tensor")
         flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
         training = {module: module.training for module in model.modules()}
         try:
@@ -701,9 +709,9 @@ def _is_block(model: nn.Module, names: Sequence[str], blocks: set[int]) -> bool:
 
 
 def shorten_model(model: nn.Module) -> dict[str, list[str]]:
-    """Remove blocks from long runs of equal blocks, in place, so that _KEPT_BLOCKS remain.
+    """Shorten each sequence of equal blocks to `_KEPT_BLOCKS` blocks, in place.
 
-    Returns {name of a remaining middle block: names of all blocks for which its trace is used}.
+    Returns {name of a remaining middle block: names of all blocks that use its trace}.
     """
     blocks = {id(block) for block in repeated_blocks(model)}
     repeats: dict[str, list[str]] = {}
@@ -715,7 +723,7 @@ def shorten_model(model: nn.Module) -> dict[str, list[str]]:
             continue
         kinds = [_kind(child) for _, child in children]
         kept: list[tuple[str, nn.Module]] = []
-        middles: list[tuple[int, list[str]]] = []  # position in `kept`, names of the run
+        middles: list[tuple[int, list[str]]] = []  # position in `kept`, block names
         start = 0
         while start < len(children):
             end = start
@@ -741,7 +749,7 @@ def shorten_model(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Return the properties of a block that determine its operators, to find equal blocks."""
+    """Return the properties that determine a block's operators. Equal blocks have equal values."""
     values = [
         (name, key, value)
         for name, module in block.named_modules()
@@ -795,7 +803,7 @@ def _owner_of(name: str, units: Sequence[Sequence[str]]) -> int | None:
 
 
 def _workload(first: _Traced, second: _Traced, microbatch: int) -> Workload:
-    """Return the workload of a microbatch size, from traces of two sizes."""
+    """Return the workload of a microbatch size, interpolated from traces of two sizes."""
     span = second.microbatch - first.microbatch
     factor = (microbatch - first.microbatch) / span if span else 0.0
 
@@ -884,9 +892,9 @@ def _memory(
 
 
 def _peaks(live: np.ndarray, gradients: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Return the moments that can be the peak of a unit's backward, at most `_POINTS`.
+    """Return the points that can be the peak of a unit's backward, at most `_POINTS`.
 
-    A moment can be the peak unless another moment has at least as many live bytes and at least as
+    A point can be the peak unless another point has at least as many live bytes and at least as
     many bytes of gradients.
     """
     order = np.lexsort((-gradients, -live))
@@ -897,7 +905,7 @@ def _peaks(live: np.ndarray, gradients: np.ndarray) -> tuple[tuple[int, int], ..
             most = gradients[index]
             front.append((math.ceil(live[index]), int(most)))
     if len(front) > _POINTS:
-        # Keep the first and the last moment, and the moments with the largest sums.
+        # Keep the first and the last point, and the points with the largest sums.
         sums = sorted(front[1:-1], key=lambda point: -sum(point))[: _POINTS - 2]
         front = [front[0], *[point for point in front[1:-1] if point in sums], front[-1]]
     return tuple(front) or ((0, 0),)

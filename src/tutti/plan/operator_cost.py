@@ -1,20 +1,22 @@
-"""Predicts the seconds of one operator on a device, and the host's seconds to issue the operator.
+"""Predicts the device time of one operator, and the host time to issue the operator.
 
-A matrix product of m × n × k is computed in tiles. The multiprocessors of a GPU compute one tile
-each at a time, so the tiles are computed in waves:
+A matrix product of m × n × k is computed in tiles. Each multiprocessor of a GPU computes one tile
+at a time, so the tiles are computed in waves:
 
     seconds = waves × (2 × tile rows × tile columns × k / rate of a multiprocessor + wave_s)
     waves   = ⌈tiles / multiprocessors⌉
 
-The matmul library chooses the tile, and may split k over several multiprocessors. The prediction
-uses the fastest choice. Small tiles have a lower rate, because they load more bytes for each FLOP.
-Every operator takes at least bytes / (share `memory` of the bandwidth), and kernel_s in addition.
-Operators other than matrix products, convolutions and attention are limited by memory bandwidth.
+The matmul library chooses the tile size, and may split k over several multiprocessors. The
+prediction uses the fastest choice. Small tiles have a lower rate, because they load more bytes per
+FLOP. Every operator takes at least bytes / (memory × bandwidth) seconds, where `memory` is the
+reachable share of the memory bandwidth, and in addition kernel_s. Operators other than matrix
+products, convolutions and attention are limited by memory bandwidth.
 
-The host issues an operator in host_forward_s or host_backward_s. If the host is slower than the
-device, the device is idle; step_simulation.py computes both times.
+The host needs host_forward_s or host_backward_s to issue an operator. If the host is slower than
+the device, the device is idle. step_simulation.py simulates both.
 
-The rates are defaults of the architecture (operator_cost.toml), or come from a calibration file.
+The rates come from a calibration file, or are the defaults of the architecture
+(operator_cost.toml).
 """
 
 import math
@@ -42,25 +44,26 @@ _TILES = (
 )
 _SPLITS = (1, 2, 4, 8)
 _MIN_SPLIT_K = 512
-# The effect of torch.compile on elementwise operators: (number of kernels after fusion) / (before),
-# and (seconds after fusion) / (before). A fused chain of operators reads its inputs and writes its
-# results only once.
+# The effect of torch.compile on elementwise operators: (kernels after fusion) / (kernels before),
+# and (seconds after fusion) / (seconds before). A fused chain of operators reads its inputs and
+# writes its results only once.
 _FUSED_KERNELS = 0.3
 _FUSED_SECONDS = 0.25
 # (Rate of float32 convolutions) / (rate of matrix products) on GPUs without TF32. The ratio is
-# higher than with TF32, because their arithmetic units need fewer bytes per second than tensor
-# cores.
+# higher than with TF32, because fp32 units are slower than tensor cores and so need fewer bytes per
+# second.
 _SIMT_CONVOLUTION = 0.85
-# A convolution with fewer FLOPs than this for each element of inputs and outputs counts as grouped
-# or depthwise. A dense convolution of 32 channels has at least 32 FLOPs, and usually hundreds.
+# A convolution counts as grouped or depthwise if it has fewer FLOPs than this per element of its
+# inputs and outputs. A dense convolution of 32 channels has at least 32 FLOPs per element, and
+# usually hundreds.
 _GROUPED_FLOPS = 48
-# Attention of short sequences has few tiles and a short inner loop. With s positions, its rate is
-# s / (s + 192) of the rate of long sequences.
+# Attention on short sequences has few tiles and a short inner loop. With s positions, its rate is s
+# / (s + 192) of the rate for long sequences.
 _ATTENTION_HALF_LENGTH = 192
 
 
 def is_grouped_convolution(operation: Operation) -> bool:
-    """Return whether a convolution is grouped or depthwise, by its FLOPs per element."""
+    """Return whether a convolution counts as grouped or depthwise, by its FLOPs per element."""
     element = 2 if operation.dtype in ("bf16", "fp16") else 4
     few = operation.flops * element < _GROUPED_FLOPS * operation.bytes
     return operation.kind == "convolution" and few
@@ -68,32 +71,32 @@ def is_grouped_convolution(operation: Operation) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed that a device reaches, as shares of its peak FLOP/s or of its memory bandwidth."""
+    """The rates that a device reaches, mostly as shares of its peak FLOP/s or memory bandwidth."""
 
     matmul_16bit: float
-    """Share of the peak in bf16 and fp16 matrix products."""
+    """The share of the peak that bf16 and fp16 matrix products reach."""
     sustained: float
-    """(Highest rate of 16-bit matrix products in training) / (rate of one large product). It is
-    below 1, because a GPU that computes for minutes runs at its power limit."""
+    """(Highest rate of 16-bit matrix products in training) / (rate of one large product). The ratio
+    is below 1, because a GPU that computes for minutes runs at its power limit."""
     matmul_float32: float
     matmul_tf32: float
     convolution: float
-    """Rate of dense float32 convolutions / rate of the largest matrix products (TF32)."""
+    """(Rate of dense float32 convolutions) / (rate of the largest TF32 matrix products)."""
     convolution_16bit: float
-    """The same for bf16 and fp16, in the memory format NCHW: cuDNN also converts the format."""
+    """The same ratio for bf16 and fp16, including cuDNN's conversion of NCHW tensors to NHWC."""
     convolution_backward: float
-    """Rate of the backward of a convolution / rate of its forward."""
+    """(Rate of a convolution's backward) / (rate of its forward)."""
     convolution_memory: float
-    """Share of the memory bandwidth in grouped and depthwise convolutions."""
+    """The share of the memory bandwidth that grouped and depthwise convolutions reach."""
     memory: float
-    """Share of the memory bandwidth in elementwise operators, norms and reductions."""
+    """The share of the memory bandwidth that elementwise operators, norms and reductions reach."""
     attention_forward: float
-    """Share of the peak in fused attention."""
+    """The share of the peak that fused attention reaches."""
     attention_backward: float
     wave_s: float
-    """Seconds that a wave of tiles takes in addition to its FLOPs."""
+    """Seconds that a wave of tiles takes in addition to the time of its FLOPs."""
     kernel_s: float
-    """Seconds that an operator takes in addition to its FLOPs and bytes."""
+    """Seconds that an operator takes in addition to the time of its FLOPs and bytes."""
     host_forward_s: float
     """Seconds that the host needs to issue an operator in forward."""
     host_backward_s: float
@@ -103,24 +106,25 @@ class Rates:
     """Relative slowdown of the computation while a collective runs at the same time."""
 
     memory_curve: tuple[tuple[float, float], ...] = ()
-    """Points (bytes, bandwidth / bandwidth of large operators). Small operators fit into caches."""
+    """Points (bytes, bandwidth / bandwidth of large operators). Small tensors fit into caches."""
     matmul_curve: tuple[tuple[float, float], ...] = ()
     """Only for CPUs: points (FLOPs, rate / rate of large matrix products)."""
 
     def changed(self, name: str, value: float) -> "Rates":
-        """Return the rates with another value."""
+        """Return a copy of the rates in which one rate has a new value."""
         values: dict[str, Any] = {name: value}
         return replace(self, **values)
 
     def scaled(self, name: str, factor: float) -> "Rates":
-        """Return the rates with one value multiplied by a factor. Shares stay at most 1."""
+        """Return a copy of the rates with one rate multiplied by a factor. Shares stay at most
+        1."""
         value = getattr(self, name) * factor
         is_share = not name.endswith("_s") and name != "overlap_slowdown"
         return self.changed(name, min(1.0, value) if is_share else value)
 
 
 def default_rates(cluster: Cluster) -> Rates:
-    """Return the rates of a device that is not calibrated."""
+    """Return the rates of a device without a calibration."""
     tables = _tables()
     values = dict(tables["default"]) | tables.get(cluster.architecture, {})
     return Rates(matmul_16bit=cluster.gemm_efficiency, **values)
@@ -135,9 +139,9 @@ class OperatorCost:
     _cache: dict[Operation, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, operation: Operation, fused: bool = False) -> float:
-        """Return the seconds of an operator on the device. Collectives have 0 seconds here.
+        """Return the device seconds of an operator. Collectives count as 0 seconds here.
 
-        `fused` is true if torch.compile fuses elementwise operators.
+        `fused` is whether torch.compile fuses elementwise operators.
         """
         found = self._cache.get(operation)
         if found is None:
@@ -167,7 +171,8 @@ class OperatorCost:
         if operation.kind == "attention":
             return max(self._attention(operation), moving) + rates.kernel_s
         if operation.kind == "convolution":
-            # cuDNN computes float32 convolutions in TF32 where the GPU has it: torch's default.
+            # By default, torch lets cuDNN compute float32 convolutions in TF32, if the GPU supports
+            # it.
             dtype = "tf32" if operation.dtype == "float32" else operation.dtype
             narrow = operation.dtype in ("bf16", "fp16")
             share = rates.convolution_16bit if narrow else rates.convolution
@@ -209,7 +214,7 @@ class OperatorCost:
             tiles = batch * math.ceil(m / rows) * math.ceil(n / columns) * split
             tile = 2.0 * rows * columns * math.ceil(k / split) / (one * relative)
             seconds = math.ceil(tiles / processors) * (tile + self.rates.wave_s)
-            if split > 1:  # partial sums are float32, and are written once and read once
+            if split > 1:  # float32 partial sums are written once and read once
                 partial = 8.0 * batch * m * n * split
                 seconds += partial / (self.cluster.memory_bandwidth * self.rates.memory)
             best = min(best, seconds)
@@ -225,19 +230,19 @@ class OperatorCost:
         if len(operation.shape) >= 5:
             length = operation.shape[3]
             share *= length / (length + _ATTENTION_HALF_LENGTH)
-            # A head of 64 elements loads more bytes for each FLOP than a head of 128.
+            # A head of 64 elements loads more bytes per FLOP than a head of 128.
             share *= min(1.0, 0.7 + 0.3 * operation.shape[4] / 128)
         dtype = operation.dtype if operation.dtype in ("bf16", "fp16") else "float32"
         return flops / (self.cluster.peak(dtype) * share)
 
 
 def rates_row(rates: Rates) -> dict[str, Any]:
-    """Return the rates for JSON."""
+    """Return the rates as a dict for JSON."""
     return {each.name: getattr(rates, each.name) for each in fields(rates)}
 
 
 def _interpolate(curve: tuple[tuple[float, float], ...], x: float) -> float:
-    """Return the value of a curve at x, interpolated linearly in log x. An empty curve is 1."""
+    """Return the value of a curve at x, interpolated linearly in log x. Without points: 1."""
     if not curve:
         return 1.0
     if x <= curve[0][0]:

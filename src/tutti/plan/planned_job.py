@@ -1,4 +1,4 @@
-"""Makes a plan from a recipe: chooses example inputs, makes the job of the search, adds costs."""
+"""Makes a plan from a recipe: chooses example inputs, defines the job to search, computes costs."""
 
 import math
 import re
@@ -31,19 +31,19 @@ _DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
-_KNEE = 1.6  # the smallest speed-up for which a doubling of the GPUs is still worth it
+_KNEE = 1.6  # the smallest speed-up by twice the GPUs that is still efficient
 
 
 def planning_dataset(recipe: Recipe, batch_shape: str | None = None) -> Dataset:
-    """Return a dataset with inputs of the shape that the plan assumes.
+    """Return a dataset whose inputs have the shape that the plan assumes.
 
-    `batch_shape` is the shape of one input, such as 3x224x224 or 1024:int64 (tokens). Without it,
-    the inputs are those of the recipe's dataset.
+    `batch_shape` is the shape of one input, such as `3x224x224` or `1024:int64` (tokens). If it is
+    None, the recipe's dataset is used.
     """
     if batch_shape is None:
         if not recipe.data.dataset:
             raise UsageError(
-                f"the inputs of --model {recipe.model} are unknown: add --batch-shape, such as "
+                f"the input shape of --model {recipe.model} is unknown: add --batch-shape, such as "
                 "3x224x224 or 1024:int64, or --dataset"
             )
         try:
@@ -64,23 +64,23 @@ def planning_dataset(recipe: Recipe, batch_shape: str | None = None) -> Dataset:
 
 
 def _targets(recipe: Recipe, inputs: torch.Tensor) -> torch.Tensor:
-    """Return targets for the outputs of the model: class numbers, or values like the outputs."""
+    """Return targets for the loss: class indices, or values with the shape of the outputs."""
     try:
         model = model_without_weights(recipe, None)
         kind = next(model.parameters()).dtype
         example = inputs.to("meta", kind if inputs.is_floating_point() else inputs.dtype)
         with torch.no_grad():
-            # Two samples, because batch norms need more than one value per channel.
+            # The batch has two samples, because batch norms need more than one value per channel.
             outputs = model.train()(torch.cat([example, example]))
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"--model {recipe.model} cannot run on inputs of shape {tuple(inputs.shape)} without "
-            f"values ({reason[:200]}): check --batch-shape, or give --dataset"
+            f"--model {recipe.model} cannot run on meta tensors of shape {tuple(inputs.shape)} "
+            f"({reason[:200]}): check --batch-shape, or use --dataset"
         ) from error
     if not isinstance(outputs, torch.Tensor):
         raise UsageError(
-            f"--model {recipe.model} returned {type(outputs).__name__}, not one tensor: give "
+            f"--model {recipe.model} returned {type(outputs).__name__}, not one tensor: use "
             "--dataset instead of --batch-shape"
         )
     if recipe.task.loss == "cross_entropy":
@@ -90,7 +90,7 @@ def _targets(recipe: Recipe, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def as_planned(recipe: Recipe, dataset_given: bool) -> Recipe:
-    """Return the recipe with synthetic inputs, unless the user has named a dataset."""
+    """Return the recipe with synthetic inputs, unless the user gave --dataset or an own model."""
     own = type(recipe.architecture) is OwnModelConfig
     if dataset_given or own:
         return recipe
@@ -100,14 +100,14 @@ def as_planned(recipe: Recipe, dataset_given: bool) -> Recipe:
 
 
 def job_of(recipe: Recipe, dataset: Dataset, gpus: int, given: Sequence[str] = ()) -> Job:
-    """Return the job of a recipe. `given` has the flags that the search must not change."""
+    """Return the job of a recipe. The search does not change the flags in `given`."""
     batching, parallel = recipe.batching, recipe.parallel
     layout = None if parallel.layout in (None, "auto") else Layout.parse(str(parallel.layout))
     if batching.global_batch is not None:
         batch = batching.global_batch
     elif layout is not None:
         batch = make_schedule(recipe, layout.size, MANY_SAMPLES).global_batch
-    else:  # the global batch of the default layout, in which every rank has a replica
+    else:  # the default layout has one replica per GPU
         batch = batching.batch * gpus * (batching.accumulation or 1)
     inputs = dataset.train.batch([0])[0]
     tokens = 0
@@ -138,7 +138,7 @@ def job_of(recipe: Recipe, dataset: Dataset, gpus: int, given: Sequence[str] = (
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A recipe with its tracer: makes plans for clusters of any size."""
+    """A recipe and the tracer of its model, from which plans for clusters of any size are made."""
 
     recipe: Recipe
     tracer: ModelTracer
@@ -154,7 +154,7 @@ class PlannedJob:
         given: Sequence[str] = (),
         calibration: Calibration | None = None,
     ) -> "PlannedJob":
-        """Return the job of a recipe on cuda or cpu. This loads the dataset, if one is needed."""
+        """Return the job of a recipe on `cuda` or `cpu`. Loads the dataset, if it is needed."""
         dataset = planning_dataset(recipe, batch_shape)
         tracer = ModelTracer(recipe, dataset, "cpu" if device == "cpu" else "cuda")
         return cls(recipe, tracer, tuple(given), calibration)
@@ -166,14 +166,14 @@ class PlannedJob:
         if layout is not None and layout.size != cluster.gpus:
             nearest = " or ".join(str(each) for each in layout.nearest(cluster.gpus))
             raise UsageError(
-                f"--layout {layout} has {layout.size} ranks, but --gpus has {cluster.gpus}: use "
+                f"--layout {layout} needs {layout.size} ranks, but --gpus has {cluster.gpus}: use "
                 f"--gpus {layout.size}x{cluster.accelerator} or --layout {nearest}"
             )
         return search(self.tracer.workload, cluster, job, self.calibration)
 
 
 def local_cluster(ranks: int, device: str, ranks_per_gpu: int = 1) -> Cluster:
-    """Return a cluster of `ranks` ranks on this host's GPUs, or on its CPUs."""
+    """Return a cluster of `ranks` ranks on the GPUs or the CPUs of this host."""
     if device == "cpu":
         return named_cluster("cpu", ranks)
     gpus = describe_environment()["gpus"]
@@ -182,7 +182,7 @@ def local_cluster(ranks: int, device: str, ranks_per_gpu: int = 1) -> Cluster:
 
 
 def costs(plan: Plan, planned: Planned) -> dict[str, float | None]:
-    """Return GPU hours, price and energy for 10⁹ tokens (or samples), and tokens per joule."""
+    """Return GPU hours, price and energy per 10⁹ tokens (or samples), and tokens per joule."""
     assert planned.step is not None
     per_step = plan.job.global_batch * (plan.job.tokens_per_sample or 1)
     cluster, seconds = plan.cluster, planned.step.step_s
@@ -197,14 +197,15 @@ def costs(plan: Plan, planned: Planned) -> dict[str, float | None]:
 
 
 def sizes_between(first: int, last: int) -> list[int]:
-    """Return the numbers of GPUs from `first` to `last`, each twice the previous number."""
+    """Return the GPU counts from `first` to at most `last`, each twice the previous one."""
     return [first * 2**power for power in range(int(math.log2(last / first)) + 1)]
 
 
 def knee(rows: Sequence[tuple[int, float]]) -> int | None:
-    """Return the last number of GPUs before a doubling gives less than 1.6 × the speed.
+    """Return the smallest GPU count for which twice the GPUs give less than 1.6 × the speed.
 
-    `rows` has (GPUs, samples per second), ascending. None if nothing fits.
+    `rows` has (GPUs, samples per second), with each GPU count twice the previous one. Returns the
+    last GPU count if there is no such row, and None if `rows` is empty.
     """
     if not rows:
         return None
@@ -228,7 +229,7 @@ def describe_model(plan: Plan, recipe: Recipe) -> str:
     return text
 
 
-# The assumptions of step_simulation.py, as texts with their units.
+# The assumptions of step_simulation.py, described with their units.
 _ASSUMPTION_TEXTS = {
     "matmul_16bit": "share of the peak in 16-bit matrix products",
     "sustained": "sustained rate / short-term rate of matrix products",
@@ -244,7 +245,7 @@ _ASSUMPTION_TEXTS = {
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """Return the assumptions of the plan, sorted by their effect, largest first."""
+    """Return the assumptions of the plan, first those about the step time, sorted by effect."""
     found: list[str] = []
     best = plan.best
     for each in best.step.assumptions if best is not None and best.step is not None else ():

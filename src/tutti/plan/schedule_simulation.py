@@ -1,8 +1,9 @@
-"""Simulates the passes of a rank, and the order of microbatches in a pipeline.
+"""Simulates the forward and backward passes of a rank, and the schedule of a pipeline.
 
 `Clock` simulates one pass (the forward or the backward of one microbatch) on one rank.
 `run_schedule` simulates all passes of all ranks of a pipeline, in the order of torch's schedules.
-`closed_form` computes the same time by formulas. `cut_units` cuts a model into stages.
+`closed_form` approximates the result of `run_schedule` by formulas. `cut_units` cuts a model into
+stages.
 """
 
 import math
@@ -18,7 +19,7 @@ from tutti.parallel.layout import SPLIT_BACKWARD, ScheduleName, check_stages
 
 @dataclass(frozen=True)
 class Span:
-    """One activity of one rank in the timeline. Times are seconds from the start of the step."""
+    """One activity of one rank in the timeline. Times are seconds since the start of the step."""
 
     rank: int
     lane: str
@@ -36,14 +37,14 @@ class Pass:
     compute: float = 0.0
     exposed: float = 0.0
     comm: float = 0.0
-    """Busy seconds of the link, including tp collectives."""
+    """Seconds in which the link is busy, including tp collectives."""
     host_limited: float = 0.0
     """Seconds in which the device waits for the host."""
     spans: list[Span] = field(default_factory=list)
 
 
 class Clock:
-    """The host, the device and the link of one rank during one pass."""
+    """Simulates the host, the device and the link of one rank during one pass."""
 
     def __init__(self, slowdown: float, record: bool) -> None:
         self.device = self.link = 0.0
@@ -52,17 +53,17 @@ class Clock:
         self._deferred: list[tuple[str, float]] = []
 
     def run(self, name: str, work: float, tp: float, host: float, needed: float = 0.0) -> float:
-        """Compute a unit, not before the time `needed`, and return the start time.
+        """Run a unit on the device, not before the time `needed`. Return the start time.
 
-        `work` is the time of the device, `tp` the time of tp collectives, and `host` the time that
+        `work` is the device time, `tp` is the time of tp collectives, and `host` is the time that
         the host needs to issue the unit, all in seconds.
         """
         result = self._result
         self._host += host
         begin = max(self.device, needed)
         result.exposed += begin - self.device + tp
-        # While the link is busy, the device is slower: in `busy` seconds it does the work of
-        # busy / (1 + slowdown) seconds.
+        # The device is slower while the link is busy: in `busy` seconds it does the work of busy /
+        # (1 + slowdown) seconds.
         if self.link > begin:
             busy = min(self.link - begin, work * (1 + self._slowdown))
             work += busy * self._slowdown / (1 + self._slowdown)
@@ -72,9 +73,9 @@ class Clock:
         if self._host > end:
             result.host_limited += self._host - end
             end = self._host
-        # Both clocks advance by the time of the tp collective. If the hosts limit the speed, they
-        # reach the collective at different times and wait for each other, so a host cannot use this
-        # time to issue operators in advance.
+        # The host time and the device time both advance by the tp collective. The host does not
+        # issue operators in advance during this time: if the hosts limit the speed, they reach the
+        # collective at different times and wait for each other.
         self._host += tp
         self.device = end + tp
         if self._record:
@@ -82,7 +83,7 @@ class Clock:
         return begin
 
     def send(self, name: str, seconds: float, ready: float) -> float:
-        """Communicate, not before the time `ready` (∞: after the pass), and return the end time."""
+        """Communicate, not before the time `ready`. Return the end time. ∞ means after the pass."""
         if ready == math.inf:
             self._deferred.append((name, seconds))
             return ready
@@ -94,7 +95,7 @@ class Clock:
         return self.link
 
     def result(self) -> Pass:
-        """Return the pass, which ends when computation and communication have ended."""
+        """Return the pass. It ends when both computation and communication have ended."""
         deferred, self._deferred = self._deferred, []
         for name, seconds in deferred:
             self.send(name, seconds, self.device)
@@ -105,10 +106,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline: (forward, backward) of a microbatch, and the update.
-
-    The forward of `first` also gathers parameters, and the backward of `last` also communicates
-    gradients over replicas. `middle` does neither.
+    """The passes of one pipeline stage: (forward, backward) of each microbatch, and the update. The
+    forward of `first` also gathers parameters, and the backward of `last` also communicates
+    gradients between replicas. `middle` does neither.
     """
 
     first: tuple[Pass, Pass]
@@ -116,18 +116,18 @@ class Stage:
     last: tuple[Pass, Pass]
     update: Pass
     weight: float
-    """Seconds of a backward that compute the gradients of weights."""
+    """The part of the backward seconds that computes the gradients of weights."""
     send: float
-    """Seconds of sending the output to the next stage."""
+    """Seconds to send the output to the next stage."""
 
     @property
     def head(self) -> float:
-        """Seconds of gathering parameters before the first forward."""
+        """Seconds of parameter all-gathers that delay the first forward."""
         return max(0.0, self.first[0].elapsed - self.middle[0].elapsed)
 
     @property
     def tail(self) -> float:
-        """Seconds of communicating gradients after the last backward."""
+        """Seconds of gradient communication after the last backward."""
         return max(0.0, self.last[1].elapsed - self.middle[1].elapsed)
 
     def seconds(self, kind: str) -> float:
@@ -149,7 +149,7 @@ class Stage:
 class PipelineStages:
     """All stages of a pipeline, and the sums of their times for each rank.
 
-    The sums do not depend on the number of microbatches, so many candidates share them.
+    The sums do not depend on the number of microbatches, so many candidates use the same object.
     """
 
     def __init__(self, schedule: ScheduleName, pp: int, stages: Sequence[Stage]) -> None:
@@ -169,9 +169,9 @@ class PipelineStages:
                     self.compute[rank] += one.compute
                     self.exposed[rank] += one.exposed
                     self.host[rank] += one.host_limited
-        # The gathers before the first forward delay all ranks. The gradients of a stage are
-        # communicated during its last backward. Communication that ends after the computation
-        # delays only the update of this rank.
+        # The all-gathers before the first forward delay all ranks. The gradients of a stage are
+        # communicated during its last backward. If this communication ends after the computation,
+        # it delays only the update of this rank.
         self.head = max(sum(stage.head for stage in held) for held in self.ranks)
         self.tails = [max(stage.tail for stage in held) for held in self.ranks]
         self.updates = [sum(stage.update.elapsed for stage in held) for held in self.ranks]
@@ -186,24 +186,26 @@ class PipelineStages:
         self.split_waiting = max(0.0, sum(halves) / len(stages) * (pp - 1))
 
     def comm(self, microbatches: int) -> float:
-        """Return the seconds in which the link is busy in a step, the mean of all ranks."""
+        """Return the seconds in which a link is busy in a step, as the mean over all ranks."""
         return (self._comm[0] + (microbatches - 1) * self._comm[1]) / self.pp
 
 
 def run_schedule(
     schedule: ScheduleName, microbatches: int, pipeline: PipelineStages, *, with_sends: bool
 ) -> tuple[list[float], list[Span]]:
-    """Return the end of the last action of every rank of a pipeline, and the timeline.
+    """Return the time at which each pipeline rank ends its last action, and the timeline.
 
-    The actions of a rank run in the order of torch's schedule, each as soon as its inputs have
-    arrived. A rank sends activations while it computes.
+    The actions of a rank run in the order of torch's schedule. Each action starts as soon as the
+    previous action has ended and its inputs have arrived. Sending activations overlaps with
+    computation.
     """
     pp, stages = pipeline.pp, pipeline.stages
     orders = _action_orders(schedule, pp, microbatches, pipeline.per_rank)
     durations = [{kind: stage.seconds(kind) for kind in "FBIW"} for stage in stages]
     sends = [stage.send if with_sends else 0.0 for stage in stages]
     last = len(stages) - 1
-    # (F, B or W; stage; microbatch) → end time. B also stands for I, the first half of a backward.
+    # (action, stage, microbatch) → end time. The action is F, B or W. I, the first half of a split
+    # backward, is stored as B.
     done: dict[tuple[str, int, int], float] = {}
     clocks, positions = [0.0] * pp, [0] * pp
     spans: list[Span] = []
@@ -252,13 +254,14 @@ def _action_orders(
 def closed_form(
     schedule: ScheduleName, microbatches: int, pipeline: PipelineStages, *, with_sends: bool
 ) -> list[float]:
-    """Return the end of the last action of every rank, by formulas.
+    """Return the time at which each pipeline rank ends its last action, computed by formulas.
 
     The formulas are exact if all stages take the same time. The slowest rank computes all
-    microbatches without a pause. Before and after, it waits while the other ranks compute one
-    microbatch. With a split backward, gradients of weights are computed in a part of this waiting
-    time. Each stage boundary delays the pipeline by two messages (activations and gradients). With
-    1f1b, every further microbatch also waits for two messages.
+    microbatches without a pause. Before its first and after its last microbatch, it waits while the
+    other ranks compute one microbatch. With a split backward, weight gradients are computed during
+    a part of this waiting time. Each stage boundary delays the pipeline by two messages
+    (activations and gradients). With 1f1b, every microbatch after the first also waits for two
+    messages.
     """
     pp, loads = pipeline.pp, pipeline.loads
     slowest = max(loads)
@@ -271,7 +274,7 @@ def closed_form(
         end += 2 * pipeline.longest_send * (pp - 1 + rounds)
     if schedule not in ("gpipe", "1f1b"):
         return [end] * pp
-    # A rank ends earlier than the previous rank, by the time of one backward of the previous rank.
+    # A rank ends earlier than the previous pipeline rank, by one backward of the previous rank.
     ends = [end]
     for backward in pipeline.backwards[:-1]:
         ends.append(ends[-1] - backward)
@@ -279,7 +282,7 @@ def closed_form(
 
 
 def rank_of_stage(schedule: ScheduleName, stage: int, pp: int) -> int:
-    """Return the pipeline rank that holds a stage, as parallel/pipeline/schedules.py does."""
+    """Return the pipeline rank that holds a stage, as in parallel/pipeline/schedules.py."""
     if schedule == "zbv" and stage >= pp:
         return 2 * pp - 1 - stage
     return stage % pp
@@ -292,9 +295,9 @@ def _other_rank(schedule: ScheduleName, first: int, second: int, pp: int) -> boo
 def cut_units(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return the first unit of every stage.
 
-    The rule is that of `cut_by_cost` in parallel/pipeline/stages.py, computed with numpy arrays:
-    the most expensive stage is as cheap as possible, and among such cuts the sum of squared costs
-    is as small as possible.
+    This is `cut_by_cost` of parallel/pipeline/stages.py with numpy arrays. The cuts minimize the
+    cost of the most expensive stage. Among cuts with this minimum, they minimize the sum of squared
+    costs.
     """
     check_stages(len(costs), stages, 1)
     sums = np.concatenate(([0.0], np.cumsum(costs)))
@@ -307,7 +310,7 @@ def cut_units(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _best_cut(part: np.ndarray, stages: int, join: Any) -> tuple[float, list[int]]:
-    """Return the value of the best cut and the start of each part, by dynamic programming."""
+    """Return the value of the best cuts and the start of each part, by dynamic programming."""
     count = part.shape[0]
     best = np.full(count, math.inf)
     best[0] = 0.0

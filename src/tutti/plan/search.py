@@ -1,8 +1,9 @@
-"""Searches all layouts of a cluster for the fastest layouts that fit into memory.
+"""Searches all layouts of a cluster for the fastest ones that fit into memory.
 
 A candidate is a layout with a microbatch size, a number of microbatches, a recomputation mode, a
 pipeline schedule and a bucket size. The memory of a candidate is estimated first, because this is
-faster than predicting the step time. The fastest candidates are then simulated in detail.
+faster than predicting its step time. If the candidate fits, formulas estimate its step time. The
+fastest candidates are then simulated in detail.
 """
 
 import math
@@ -27,12 +28,13 @@ from tutti.plan.workload import Workload
 from tutti.world.errors import UsageError
 
 NULL_UTILISATION = 0.4
-"""The null model: every GPU reaches this share of its peak, whatever the layout is."""
+"""The share of its peak that every GPU reaches in the null model, independent of the layout. The
+null model is the baseline with which predictions are compared."""
 _DETAILED = 8  # number of candidates that are simulated in detail
 _MICROBATCHES = 8  # maximum number of microbatch sizes to try for one layout
 _BUCKETS = (25.0, 100.0)  # bucket sizes to try, in MiB
 _INDIVISIBLE = "is not divisible by the number of data ranks"
-_MARGIN = 0.97  # usable share of the device's memory, because a prediction may be 3 % too low
+_MARGIN = 0.97  # usable share of device memory: a prediction may be 3 % too low
 _CAUSES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -43,12 +45,12 @@ _CAUSES = {
 }
 
 Workloads = Callable[[int, int, bool], Workload]
-"""(tp, microbatch, sharded) → the workload. Raises UsageError if tp cannot split the model."""
+"""A function (tp, microbatch, sharded) → workload. UsageError: tp cannot split the model."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The part of a training job that the search does not change."""
+    """The settings of a training job that the search does not change. It searches None values."""
 
     global_batch: int
     optimizer: str = "adamw"
@@ -56,9 +58,9 @@ class Job:
     prefetch: int = 1
     reshard: bool | None = None
     tokens_per_sample: int = 0
-    """0 if samples are not sequences of tokens."""
+    """Tokens in each sample, or 0 if samples are not token sequences."""
     layout: Layout | None = None
-    """Search only this layout."""
+    """The only layout to search. None: search all layouts."""
     microbatch: int | None = None
     accumulation: int | None = None
     recompute: Recompute | None = None
@@ -80,7 +82,7 @@ class Candidate:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards the parameters or sums their gradients."""
+        """Whether FSDP2 is used, to shard parameters or to sum gradients over replicas."""
         return self.layout.data_ranks > 1 and not self.layout.only_replicas
 
     def flags(self) -> list[str]:
@@ -89,7 +91,7 @@ class Candidate:
         batch = self.microbatch * options.accumulation * layout.data_ranks
         flags = ["--layout", str(layout), "--global-batch", str(batch)]
         flags += ["--accumulation", str(options.accumulation)]
-        # Defaults are named, too, because a recipe file may set other values.
+        # Flags with default values are also listed, because a recipe file may set different values.
         flags += ["--checkpoint-activations", options.recompute]
         if layout.pp > 1:
             flags += ["--pipeline-schedule", options.schedule]
@@ -100,7 +102,7 @@ class Candidate:
         return flags
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as values of the JSON."""
+        """Return the settings as a dict for the JSON."""
         pipeline = self.layout.pp > 1
         return {
             "layout": str(self.layout),
@@ -116,12 +118,12 @@ class Candidate:
         """Return the settings that differ from another candidate, as text."""
         mine, others = self.settings(), other.settings()
         names = [name for name in mine if mine[name] != others[name]]
-        if "layout" in names:  # the other settings follow from the layout
+        if "layout" in names:  # the settings left out follow from the layout
             names = [n for n in names if n in ("layout", "recompute", "microbatch")]
         return [f"{name.replace('_', ' ')} {mine[name]}" for name in names]
 
     def distance(self, other: "Candidate") -> float:
-        """Return how different two candidates are, to find the nearest that fits."""
+        """Return how different two candidates are, to suggest the nearest candidate that fits."""
         axes = zip(self.layout.axes.values(), other.layout.axes.values(), strict=True)
         moved = sum(abs(math.log2(a / b)) for a, b in axes)
         modes = ("none", "selective", "full")
@@ -132,7 +134,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate with its predicted memory and time."""
+    """A candidate with its predicted memory and step time."""
 
     candidate: Candidate
     memory: MemoryEstimate
@@ -143,7 +145,7 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """The predicted step time; infinite if the candidate does not fit."""
+        """The predicted step time, or infinity if the candidate does not fit."""
         return self.step.step_s if self.step is not None else math.inf
 
 
@@ -154,13 +156,13 @@ class Plan:
     cluster: Cluster
     job: Job
     layouts: tuple[Planned, ...]
-    """Candidates that fit, fastest first, then candidates that do not fit."""
+    """The best candidate of each layout: first those that fit, fastest first, then the others."""
     searched: int
     refused: tuple[tuple[str, str], ...]
-    """(layout, reason why it cannot run this model or batch)."""
+    """Pairs (layout, reason why the layout cannot run this model or batch)."""
     null_step_s: float
     workload: Workload = field(repr=False)
-    """The workload of one device and one sample."""
+    """The workload of one sample on one device."""
     advice: str = ""
     """A message if nothing fits: the cause, the missing memory and the nearest change that fits."""
 
@@ -180,7 +182,8 @@ def search(
 ) -> Plan:
     """Return the plan for a job on a cluster.
 
-    Raises UsageError if no layout divides the global batch, or if no layout can run the model.
+    Raises UsageError if no layout can run the model, or if the global batch is not divisible by the
+    data ranks of any layout.
     """
     times = step_model(cluster, calibration)
     memories = MemoryModel(times.cluster)
@@ -190,8 +193,8 @@ def search(
     fits_already: set[tuple[Layout, int, StepOptions]] = set()
     for candidate in candidates(workloads, cluster, job, refused):
         searched += 1
-        # More recomputation only adds operators. If a candidate fits, the same candidate with more
-        # recomputation is slower and is not tried.
+        # More recomputation only adds operators. So if a candidate fits, the same candidate with
+        # more recomputation is slower and is skipped.
         without = replace(candidate.options, recompute="none")
         key = (candidate.layout, candidate.microbatch, without)
         if key in fits_already:
@@ -229,7 +232,7 @@ def search(
 
 
 def best_of_each_layout(planned: Sequence[Planned]) -> list[Planned]:
-    """Return the first candidate of every layout, in order."""
+    """Return the first candidate of every layout, in the given order."""
     found: dict[str, Planned] = {}
     for each in planned:
         found.setdefault(str(each.candidate.layout), each)
@@ -237,8 +240,8 @@ def best_of_each_layout(planned: Sequence[Planned]) -> list[Planned]:
 
 
 def _order(planned: Planned) -> tuple[float, int]:
-    # Predictions that differ by less than 0.5 % count as equal. Among them, the layout with fewer
-    # axes comes first.
+    # Predictions that differ by less than 0.5 % count as equal. Among equal predictions, the layout
+    # with fewer axes comes first.
     axes = sum(size > 1 for size in planned.candidate.layout.axes.values())
     return round(math.log(max(planned.seconds, 1e-12)) / 0.005), axes
 
@@ -271,7 +274,7 @@ def shortage(memory: MemoryEstimate, cluster: Cluster) -> str:
     cause = max(_CAUSES, key=lambda name: row[name])
     missing = memory.total - _MARGIN * cluster.memory_bytes
     text = (
-        f"needs {format_bytes(memory.total)}, but a device has "
+        f"needs {format_bytes(memory.total)}, but a device has only "
         f"{format_bytes(_MARGIN * cluster.memory_bytes)} of usable memory: {format_bytes(missing)} "
         f"too much, mostly {_CAUSES[cause]} ({format_bytes(row[cause])}). The peak is in the "
         f"{memory.moment}"
@@ -282,9 +285,9 @@ def shortage(memory: MemoryEstimate, cluster: Cluster) -> str:
 def candidates(
     workloads: Workloads, cluster: Cluster, job: Job, refused: dict[str, str]
 ) -> Iterator[Candidate]:
-    """Yield all candidates. `refused` gets the layouts that cannot run, each with the reason."""
+    """Yield all candidates. Adds the layouts that cannot run to `refused`, with the reasons."""
     layouts = [job.layout] if job.layout is not None else Layout.every(cluster.gpus)
-    known: dict[int, str] = {}  # tp → reason why tp cannot split the model, or ""
+    known: dict[int, str] = {}  # tp size → reason why it cannot split the model, or ""
     for layout in layouts:
         reason = _refusal(workloads, cluster, job, layout, known)
         if reason:
@@ -329,7 +332,7 @@ def _stages(schedule: ScheduleName) -> int:
 def _refusal(
     workloads: Workloads, cluster: Cluster, job: Job, layout: Layout, known: dict[int, str]
 ) -> str:
-    """Return why the layout cannot run, or an empty text."""
+    """Return the reason why the layout cannot run, or an empty string."""
     if job.global_batch % layout.data_ranks:
         return f"global batch {job.global_batch} {_INDIVISIBLE} ({layout.data_ranks})"
     if layout.tp > cluster.per_node and job.layout is None:
@@ -354,7 +357,7 @@ def _refusal(
 
 
 def _batches(job: Job, layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield (microbatch size, number of microbatches) for the global batch of the job."""
+    """Yield (microbatch size, number of microbatches) pairs that give the job's global batch."""
     samples = job.global_batch // layout.data_ranks
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     if job.microbatch is not None:
@@ -362,7 +365,7 @@ def _batches(job: Job, layout: Layout) -> Iterator[tuple[int, int]]:
     elif job.accumulation is not None:
         sizes = [size for size in sizes if size * job.accumulation == samples]
     elif len(sizes) > _MICROBATCHES:
-        # Keep the largest powers of two, and the largest size.
+        # Keep the largest powers of two and the largest size.
         powers = [size for size in sizes if size & (size - 1) == 0]
         sizes = sorted({*powers[-_MICROBATCHES + 1 :], sizes[-1]})
     for size in sizes:
@@ -400,9 +403,9 @@ def _nothing_runs(cluster: Cluster, job: Job, refused: dict[str, str]) -> str:
             f"{cluster.gpus} GPUs: use --global-batch {wanted}"
         )
     if job.layout is not None:
-        reason = refused.get(str(job.layout), "no microbatch size fits its number of microbatches")
+        reason = refused.get(str(job.layout), "no microbatch size gives the requested batch")
         return f"--layout {job.layout} cannot run this job: {reason}"
-    layout, reason = next(iter(refused.items()), ("", "no layout divides the batch"))
+    layout, reason = next(iter(refused.items()), ("", "no layout divides the global batch"))
     return f"no layout of {cluster.gpus} GPUs can run this job, for example {layout}: {reason}"
 
 
@@ -410,7 +413,7 @@ def _nothing_runs(cluster: Cluster, job: Job, refused: dict[str, str]) -> str:
 
 
 def _advice(workloads: Workloads, cluster: Cluster, job: Job, closest: Planned) -> str:
-    """Return a message with the nearest change that fits, after a search in which nothing fits."""
+    """Return a message with the nearest change that fits. Called if no candidate fits."""
     times = step_model(cluster)
     text = f"{closest.candidate.layout} does not fit: {closest.reason}"
     free = replace(
@@ -438,7 +441,7 @@ def _advice(workloads: Workloads, cluster: Cluster, job: Job, closest: Planned) 
             if _plan_one(workloads, *models, candidate).fits:
                 name = f"{candidate.layout}, microbatch {candidate.microbatch}"
                 return (
-                    f"{text}. No layout of {cluster.gpus} GPUs fits; the nearest change that fits: "
+                    f"{text}. No layout of {cluster.gpus} GPUs fits. The nearest change that fits: "
                     f"{gpus} GPUs with {name}, recompute {candidate.options.recompute}"
                 )
     return f"{text}. No layout of up to {gpus} GPUs fits: use GPUs with more memory"
@@ -458,9 +461,10 @@ def _peak_dtype(workload: Workload) -> str:
 def placements(
     workloads: Workloads, cluster: Cluster, planned: Planned, calibration: Calibration | None = None
 ) -> list[dict[str, Any]]:
-    """Return the bytes that a rank sends inside and between nodes, for every order of the axes.
+    """Return the bytes that a rank sends inside and between nodes, for every mesh axis order.
 
-    The first row is the order that tutti uses. The other rows are sorted by bytes between nodes.
+    The first row has the axis order that tutti uses. The other rows are sorted by the bytes between
+    nodes.
     """
     candidate = planned.candidate
     layout = candidate.layout

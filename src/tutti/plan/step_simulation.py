@@ -1,23 +1,24 @@
 """Simulates one training step of a layout: computation, communication and idle time of each rank.
 
 A unit is a block or another layer of the model (see workload.py). A rank has a host that issues
-operators, a device that computes, and a link that communicates. Each of the three does one thing at
-a time:
+operators, a device that computes, and a link that communicates. Each of them does one thing at a
+time:
 
     device   starts a unit when the host has issued the unit, the previous unit has ended, and the
              parameters of the unit are gathered
-    link     DDP: a bucket is all-reduced when all of its gradients are computed, during the
-             backward of the last microbatch. FSDP2: units are gathered `prefetch` units ahead, and
-             gradients are reduce-scattered when the backward of the unit has ended
-    tp       collectives are inside units, and the device waits for them
-    pp       a stage starts a microbatch when the neighbouring stage has sent its activations
+    link     DDP: in the backward of the last microbatch, a bucket is all-reduced as soon as all of
+             its gradients are computed. FSDP2: parameters are gathered `prefetch` blocks ahead, and
+             the gradients of a unit are reduce-scattered when its backward has ended
+    tp       tp collectives are inside units, and the device waits for them
+    pp       a stage starts a forward when the previous stage has sent the activations, and a
+             backward when the next stage has sent the gradients
 
-While the link is busy, the computation is slower by the factor 1 + overlap_slowdown.
+While the link is busy, computation takes 1 + overlap_slowdown times as long.
 
-`StepModel.simulate` returns the seconds of the step and their causes, and simulates all actions of
-torch's pipeline schedule. `StepModel.estimate` computes the time of a pipeline by formulas. Results
-of parts that many layouts share (the seconds of a unit, the backward with its buckets) are kept, so
-that thousands of layouts take seconds.
+`StepModel.simulate` simulates every action of torch's pipeline schedule, and returns the step time
+by cause. `StepModel.estimate` is faster: it computes the time of a pipeline by formulas. Results
+that many layouts share (the seconds of a unit, the backward with its buckets) are cached, so
+thousands of layouts are predicted within seconds.
 """
 
 import json
@@ -48,29 +49,32 @@ from tutti.plan.workload import Operation, Unit, Workload
 T = TypeVar("T")
 
 CAUSES = ("compute", "exposed_comm", "bubble", "wait", "input", "other")
-_FIRST_BUCKET = 2**20  # bytes. DDP's first bucket is small, so that communication starts early.
-# Bytes that one update reads and writes for each byte of trained parameters, with a fused kernel.
-# For example, adam reads the parameter, the gradient and two moments, and writes all but the
+_FIRST_BUCKET = 2**20  # bytes: DDP's first bucket is small, so that communication starts early
+# Bytes that one fused optimizer step reads and writes per byte of trained parameters. For example,
+# adam reads the parameter, the gradient and two moments, and writes all of them except the
 # gradient.
 _OPTIMIZER_TRAFFIC = {"adamw": 7.0, "adam": 7.0, "sgd": 5.0, "none": 0.0}
-_CLIP_TRAFFIC = 3.0  # clipping reads gradients for the norm, then reads and writes scaled gradients
+_CLIP_TRAFFIC = 3.0  # clipping reads gradients for the norm, then reads and writes them to scale
 _OPTIMIZER_KERNELS = 12
-# The host time of FSDP2's hooks around a block, as a number of operators in forward and in
-# backward, and the ratio of the host times of an operator on DTensors (tp in eager mode) and on
-# tensors. On a CPU an operator of a hook takes twice the time of a small operator.
+# _HOOK_OPERATORS: the host time of FSDP2's hooks around a block, expressed as a number of operators
+# in forward and in backward. On a CPU, each of these operators takes twice the time of a small
+# operator. _DTENSOR_FACTOR: (host time of an operator on DTensors, which tp uses in eager mode) /
+# (host time of the operator on plain tensors).
 _HOOK_OPERATORS = (12, 18)
 _DTENSOR_FACTOR = 2.5
-# (Host time of an operator in a block with selective recomputation) / (host time without it).
-# Selective recomputation calls a dispatch mode for each operator. Measured with a GPT on one H200.
+# (Host time of an operator with selective recomputation) / (host time without recomputation). The
+# ratio is large, because selective recomputation calls a TorchDispatchMode for each operator.
+# Measured with a GPT on one H200.
 _SELECTIVE_FACTOR = 3.5
-_SIMULATED_UNITS = 4  # with `fast`, at most this many of consecutive equal units are simulated
+_SIMULATED_UNITS = 4  # `estimate` simulates at most this many consecutive equal units
 # With --async-tp, matrix products are split and overlap with tp collectives. This share of a
-# collective stays exposed. In torchtitan's benchmarks the gain was 8 to 9 % of the step.
+# collective's time stays exposed. In torchtitan's benchmarks, async TP saved 8 to 9 % of the step
+# time.
 _ASYNC_TP_EXPOSED = 0.6
-# The relative uncertainty of each assumption: its true value lies within value × (1 ± uncertainty)
-# in about 80 % of all cases. These values are estimated from the spread of published measurements
-# (see docs). After a calibration, the uncertainty of a measured rate is the residual of its fit,
-# but at least _CALIBRATED_UNCERTAINTY.
+# The relative uncertainty of each assumption: the true value lies within value × (1 ± uncertainty)
+# in about 80 % of all cases. The uncertainties are estimated from the spread of published
+# measurements (see docs/concepts/planning.md). After a calibration, the uncertainty of a measured
+# rate is the residual of its fit, but at least _CALIBRATED_UNCERTAINTY.
 _UNCERTAINTY = {
     "matmul_16bit": 0.05,
     "sustained": 0.10,
@@ -105,14 +109,14 @@ class Calibration:
     rates: Rates
     collectives: tuple[MeasuredCollective, ...] = ()
     spread: tuple[tuple[str, float], ...] = ()
-    """(assumption, relative residual of its fit). The residuals widen the band of predictions."""
+    """Pairs (assumption, relative residual of its fit). Residuals widen the uncertainty band."""
     peak_flops: tuple[tuple[str, float], ...] = ()
     """Only for CPUs: the measured FLOP/s of the largest matrix product, by dtype."""
     memory_bandwidth: float | None = None
     """Only for CPUs: the measured bandwidth of one rank, in bytes/s."""
 
     def apply(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the measured peaks in place of assumed peaks."""
+        """Return the cluster with measured instead of assumed peak rates and memory bandwidth."""
         if self.peak_flops:
             peaks = dict(cluster.peak_flops) | dict(self.peak_flops)
             cluster = replace(cluster, peak_flops=peaks)
@@ -129,7 +133,7 @@ class Assumption:
     value: float
     uncertainty: float
     effect: float
-    """(step time with the assumption at the slower end of its range) / (step time) − 1."""
+    """(step time with the value at the slower end of its range) / (step time) − 1."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,11 @@ class StepTime:
 
     step_s: float
     parts: dict[str, float]
-    """Seconds by cause, with the cause names of `tutti scale`. The values add up to `step_s`. With
-    a pipeline, each value is the mean over the ranks of the pipeline."""
+    """Seconds by cause, with the cause names of `tutti scale`. The sum is `step_s`. With a
+    pipeline, each value is the mean over the pipeline ranks."""
     mfu: float
     comm_s: float
-    """Seconds in which the link of a rank is busy, hidden or exposed."""
+    """Seconds in which a rank's link is busy. Includes hidden and exposed communication."""
     band: tuple[float, float] = (0.0, 0.0)
     """(low, high): the true step time lies between these values in about 80 % of all cases."""
     assumptions: tuple[Assumption, ...] = ()
@@ -151,13 +155,13 @@ class StepTime:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of communication during computation."""
+        """Seconds of communication that overlaps with computation."""
         return max(0.0, self.comm_s - self.parts["exposed_comm"])
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The settings of a step besides the layout. Defaults are those of `tutti train`."""
+    """The settings of a step besides the layout. The defaults are those of `tutti train`."""
 
     accumulation: int = 1
     """Microbatches of each replica in a step."""
@@ -166,27 +170,30 @@ class StepOptions:
     recompute: Recompute = "none"
     bucket_mb: float = 25.0
     overlap: bool = True
-    """Whether gradients are communicated during backward."""
+    """Whether gradient communication overlaps with backward."""
     optimizer: str = "adamw"
     clip: bool = False
     prefetch: int = 1
     reshard: bool | None = None
     async_tp: bool = False
     compiled: bool = False
-    """Whether blocks are compiled (--compile), or the whole model if there is one rank."""
+    """Whether torch.compile is used (--compile): for each block, or for the whole model on one
+    rank."""
     ema: bool = False
-    """Whether there are averages of the weights (--ema). Only the memory counts them."""
+    """Whether moving averages of the weights are kept (--ema). Only the memory estimate counts
+    them."""
     hooks: bool = True
-    """Whether FSDP2 and DTensor cost host time, as in tutti. False: other software."""
+    """Whether FSDP2, DTensor and selective recomputation add host time, as in tutti. False is for
+    benchmarks that were measured with other software."""
     optimizer_traffic: float | None = None
-    """Bytes that the update reads and writes for each byte of trained parameters. None: the value
-    in _OPTIMIZER_TRAFFIC."""
+    """Bytes that the optimizer step reads and writes per byte of trained parameters. None: the
+    value in _OPTIMIZER_TRAFFIC."""
     cuts: tuple[int, ...] = ()
-    """The first unit of every stage. Empty: cut by FLOPs, as --balance counted does."""
+    """The first unit of every stage. Empty: cut by FLOPs, like `--balance counted`."""
 
     @property
     def virtual_stages(self) -> int:
-        """The number of stages on each rank of the pipeline."""
+        """The number of stages on each pipeline rank."""
         if self.stages_per_rank is not None:
             return self.stages_per_rank
         return 1 if self.schedule in ("gpipe", "1f1b") else 2
@@ -194,32 +201,32 @@ class StepOptions:
 
 @lru_cache(maxsize=16)
 def step_model(cluster: Cluster, calibration: Calibration | None = None) -> "StepModel":
-    """Return the model of a cluster. The same model is returned for the same arguments."""
+    """Return the step model of a cluster. Models are cached by their arguments."""
     return StepModel(cluster, calibration)
 
 
 class UnitTimes(NamedTuple):
-    """Seconds and bytes of one unit and one microbatch. Equal blocks have equal values."""
+    """Seconds and bytes of one unit for one microbatch. Equal blocks have equal values."""
 
     forward: float
-    """Seconds of the device in forward, without collectives."""
+    """Device seconds in forward, without collectives."""
     forward_host: float
     forward_tp: float
-    """Seconds of tp collectives that the device waits for."""
+    """Seconds of tp collectives for which the device waits."""
     backward: float
-    """Seconds of the device in backward, including recomputation."""
+    """Device seconds in backward, including recomputation."""
     backward_host: float
     backward_tp: float
     weight: float
-    """The part of `backward` that computes gradients of weights. Zero-bubble schedules split a
-    backward into this part and the gradients of inputs."""
+    """The part of `backward` that computes the gradients of weights. Zero-bubble schedules run this
+    part separately from the gradients of inputs."""
     trained_bytes: int
     gathered_bytes: int
     is_block: bool
 
 
 class StepModel:
-    """Predicts the steps of layouts on one cluster, and keeps results that layouts share."""
+    """Predicts the step times of layouts on one cluster, and caches results that layouts share."""
 
     def __init__(
         self,
@@ -236,14 +243,14 @@ class StepModel:
         measured = calibration.collectives if calibration else ()
         self.operators = OperatorCost(cluster, self.rates)
         self.collectives = CollectiveCost(cluster, measured, latency_factor, bandwidth_factor)
-        self._workloads: dict[int, Workload] = {}  # keeps the objects alive whose ids are keys
+        self._workloads: dict[int, Workload] = {}  # keeps objects alive whose ids are cache keys
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[Layout, _Groups] = {}
 
     # -- public --------------------------------------------------------------------------------
 
     def estimate(self, workload: Workload, layout: Layout, options: StepOptions) -> StepTime:
-        """Return the step time without timeline and band. Formulas replace pipeline simulation."""
+        """Return the step time, without a band. Formulas replace the pipeline simulation."""
         return self._step(workload, layout, options, detailed=False)
 
     def simulate(self, workload: Workload, layout: Layout, options: StepOptions) -> StepTime:
@@ -258,10 +265,10 @@ class StepModel:
         )
 
     def stage_cuts(self, workload: Workload, stages: int) -> tuple[int, ...]:
-        """Return the first unit of every stage, cut by FLOPs as `--balance counted` does."""
+        """Return the first unit of every stage, cut by FLOPs like `--balance counted`."""
         self._workloads.setdefault(id(workload), workload)
         shares = self._keep(("shares", id(workload)), lambda: _flop_shares(workload))
-        # Workloads of other microbatch sizes have the same shares, so they have the same cuts.
+        # The FLOP shares do not depend on the microbatch size, so all sizes share the cached cuts.
         return self._keep(("cuts", shares, stages), lambda: cut_units(shares, stages))
 
     # -- units ---------------------------------------------------------------------------------
@@ -306,7 +313,8 @@ class StepModel:
         bandwidth = self.cluster.memory_bandwidth * self.rates.memory
         known: dict[tuple[int, ...], UnitTimes] = {}
         for unit in workload.units:
-            # Equal blocks of a traced model share their lists of operators.
+            # Equal blocks of a traced model share the same tuples of operators, so ids are valid
+            # keys.
             key = (
                 *(id(unit.forward), id(unit.backward), unit.is_block),
                 *(unit.trained_bytes, unit.parameter_bytes),
@@ -317,9 +325,9 @@ class StepModel:
                 forward = self._ops(unit.forward, fused)
                 backward = self._ops(unit.backward, fused) + self._ops(again, fused)
                 gathered = gathered_bytes(workload, unit)
-                # FSDP2 copies parameters out of the gathered buffer, and gradients into the buffer
-                # that is reduced. Without shards, the gradients of a microbatch are added to the
-                # gradients of the earlier microbatches.
+                # FSDP2 copies parameters out of the all-gather buffer, and gradients into the
+                # reduce-scatter buffer. Without sharding, the gradients of a microbatch are added
+                # to the gradients of the earlier microbatches.
                 if sharded:
                     forward += 2 * gathered / bandwidth
                     backward += 2 * (gathered + unit.trained_bytes) / bandwidth
@@ -340,7 +348,7 @@ class StepModel:
                 if wrapped and unit.is_block:
                     host_forward += _HOOK_OPERATORS[0] * self.rates.host_forward_s
                     host_backward += _HOOK_OPERATORS[1] * self.rates.host_backward_s
-                if self.cluster.is_cpu:  # the host itself computes, so its work is not hidden
+                if self.cluster.is_cpu:  # the host itself computes, so this time is not hidden
                     small = 2 * self.rates.kernel_s
                     if wrapped and unit.is_block:
                         forward += _HOOK_OPERATORS[0] * small
@@ -419,7 +427,7 @@ class StepModel:
                 parts["compute"] += count * one.compute
                 parts["exposed_comm"] += count * one.exposed
                 parts["other"] += count * one.host_limited
-        # If the host needs longer than the device, the device waits for the host at the end.
+        # If the host needs more time than the device, the step ends when the host has ended.
         host = options.accumulation * sum(row.forward_host + row.backward_host for row in times)
         waiting = max(0.0, host + self.rates.host_step_s - step)
         step, parts["other"] = step + waiting, parts["other"] + waiting
@@ -446,14 +454,14 @@ class StepModel:
         first: bool,
         last: bool,
     ) -> tuple[Pass, Pass]:
-        """Return forward and backward of one microbatch for the units from bounds[0] to bounds[1].
+        """Return forward and backward of one microbatch for units bounds[0] to bounds[1] − 1.
 
-        If `first` is true, forward gathers the parameters. A pipeline gathers them only in the
-        first microbatch. If `last` is true, gradients are summed over the replicas.
+        If `first` is true, forward gathers the parameters. A pipeline gathers parameters only in
+        the first microbatch. If `last` is true, backward sums the gradients over the replicas.
         """
         layout = groups.layout
-        # Values that do not affect this pass are not part of its key, so that more layouts share
-        # its result.
+        # Values that do not affect a pass are not part of its cache key, so that more layouts share
+        # the result.
         first, last = first and layout.shard > 1, last and layout.dp > 1
         if groups.only_replicas and last:
             units = workload.units[bounds[0] : bounds[1]]
@@ -480,13 +488,14 @@ class StepModel:
     def _with_runs(
         self, times: tuple[UnitTimes, ...], runs: list[tuple[int, int]], setting: "_Sharding"
     ) -> tuple[Pass, Pass]:
-        """Return the forward and the backward of consecutive runs of equal units.
+        """Return the forward and the backward of several sequences of equal units.
 
-        Only a few units of the longest run are simulated, because after a few equal units each
-        further unit takes the same time. This run is simulated with n and with n − 1 units, and the
-        difference is added for each of the remaining units.
+        `runs` has one entry (index, count) for each sequence. Only _SIMULATED_UNITS units of the
+        longest sequence are simulated, because after a few equal units each further unit takes the
+        same time. The longest sequence is simulated with n and with n − 1 units, and the difference
+        is added for each remaining unit.
         """
-        # A forward does not depend on `last` and the replicas, and a backward not on `first`.
+        # A forward does not depend on `last` or `replicas`. A backward does not depend on `first`.
         forward = setting._replace(last=False, replicas=(1, 1))
         backward = setting._replace(first=False)
         return (
@@ -514,7 +523,7 @@ class StepModel:
             kept = [
                 (start, length if index == longest else n) for index, (start, n) in enumerate(runs)
             ]
-            # Stages with different numbers of blocks share the result of the shortened run.
+            # Stages with different numbers of blocks share the result of the shortened sequence.
             key = (simulated.__name__, id(times), tuple(kept), setting)
             chosen = [times[start] for start, n in kept for _ in range(n)]
             return self._keep(key, lambda: simulated(chosen, setting, None))
@@ -538,7 +547,7 @@ class StepModel:
         options: StepOptions,
         group: tuple[int, int],
     ) -> tuple[Pass, Pass]:
-        """Return forward and backward of DDP: buckets of gradients are all-reduced in backward."""
+        """Return forward and backward with DDP, which all-reduces gradient buckets in backward."""
         forward = Clock(self.rates.overlap_slowdown, record=True)
         for unit, row in zip(units, times, strict=True):
             forward.run(f"{unit.name} forward", row.forward, row.forward_tp, row.forward_host)
@@ -557,8 +566,8 @@ class StepModel:
             gradients = [p.bytes for p in reversed(unit.parameters) if p.trained and not p.sharing]
             total, ready = sum(gradients), 0
             for size in gradients:
-                # The gradients of a unit are assumed to be computed one after the other, each in a
-                # time that is proportional to its size.
+                # Assumption: the gradients of a unit are computed one after the other, and each
+                # takes a time that is proportional to its size.
                 ready, filled = ready + size, filled + size
                 if filled >= limit:
                     moment = begin + (clock.device - begin) * ready / total
@@ -571,17 +580,18 @@ class StepModel:
     def _forward(
         self, times: Sequence[UnitTimes], setting: "_Sharding", names: Sequence[str] | None
     ) -> Pass:
-        """Return a forward with FSDP2, or without communication besides tp.
+        """Return a forward with FSDP2, or a forward without communication other than tp.
 
-        Parameters outside of blocks are one group, which is gathered when forward starts and kept
-        until backward has ended. `names` are the names of the units for the timeline.
+        Parameters outside of blocks form one FSDP2 group. This group is gathered when forward
+        starts, and stays gathered until backward has ended. `names` has the names of the units for
+        the timeline.
         """
         record = names is not None
         labels = names or [""] * len(times)
         clock = Clock(self.rates.overlap_slowdown, record)
         arrived = [0.0] * len(times)
         blocks = [index for index, row in enumerate(times) if row.is_block]
-        issued = 0  # number of blocks whose gathers have been issued
+        issued = 0  # number of blocks whose all-gathers have been issued
 
         def gather(size: float, label: str) -> float:
             seconds = self.collectives.seconds("all_gather", size, *setting.shard)
@@ -594,8 +604,8 @@ class StepModel:
         passed = 0  # number of blocks before this unit
         for index, row in enumerate(times):
             if row.is_block:
-                # Issue the gathers of this block (if not issued yet) and of the next `prefetch`
-                # blocks.
+                # Issue the all-gathers of this block and of the next `prefetch` blocks, if they are
+                # not issued yet.
                 while setting.first and issued < min(passed + setting.prefetch + 1, len(blocks)):
                     block = blocks[issued]
                     arrived[block] = gather(times[block].gathered_bytes, labels[block])
@@ -608,14 +618,14 @@ class StepModel:
     def _backward(
         self, times: Sequence[UnitTimes], setting: "_Sharding", names: Sequence[str] | None
     ) -> Pass:
-        """Return a backward with FSDP2, or without communication besides tp."""
+        """Return a backward with FSDP2, or a backward without communication other than tp."""
         record = names is not None
         labels = names or [""] * len(times)
         clock = Clock(self.rates.overlap_slowdown, record)
         arrived = [0.0] * len(times)
         sharded = setting.shards > 1
         blocks = [index for index, row in enumerate(times) if row.is_block]
-        issued = len(blocks)  # blocks from this number on have been gathered
+        issued = len(blocks)  # blocks with this number or higher have been gathered
         passed = len(blocks)
         for index in range(len(times) - 1, -1, -1):
             row, label = times[index], labels[index]
@@ -642,7 +652,7 @@ class StepModel:
     def _update(
         self, workload: Workload, groups: "_Groups", options: StepOptions, bounds: tuple[int, int]
     ) -> Pass:
-        """Return the optimizer step, with clipping."""
+        """Return the optimizer step, including gradient clipping."""
         sums = self._keep(("trained", id(workload)), lambda: _trained_sums(workload))
         held = (sums[bounds[1]] - sums[bounds[0]]) / groups.layout.shard
         traffic = _OPTIMIZER_TRAFFIC.get(options.optimizer.lower(), _OPTIMIZER_TRAFFIC["adamw"])
@@ -693,14 +703,15 @@ class StepModel:
             without_sends = closed_form(schedule, microbatches, pipeline, with_sends=False)
         head, tails, updates = pipeline.head, pipeline.tails, pipeline.updates
         step = head + max(map(sum, zip(finished, tails, updates, strict=True)))
-        # Seconds by which sending activations delays the end of the pipeline.
+        # The number of seconds by which sending activations and gradients delays the end of the
+        # pipeline.
         delay = max(0.0, max(finished) - max(without_sends))
         waiting = bubble = 0.0
         for rank in range(pp):
             busy = microbatches * pipeline.loads[rank] + updates[rank]
             idle = step - busy - head - tails[rank]
-            # The idle time of a rank is divided into waiting for its own messages (exposed
-            # communication) and waiting for other ranks (bubble).
+            # The idle time of a rank has two parts: waiting for the transfer of its messages
+            # (exposed communication) and waiting for other ranks (bubble).
             by_sends = min(delay, max(0.0, idle), microbatches * pipeline.sends[rank])
             waiting += by_sends
             bubble += idle - by_sends
@@ -760,9 +771,8 @@ class StepModel:
     def _sensitivity(
         self, workload: Workload, layout: Layout, options: StepOptions, step: float
     ) -> list[Assumption]:
-        """Return the assumptions that change the step time.
-
-        The effect of an assumption is computed at the slower end of its range.
+        """Return the assumptions that change the step time. The effect of an assumption is the
+        change of the step time at the slower end of its range.
         """
         base = self.estimate(workload, layout, options).step_s
         spread = dict(self.calibration.spread) if self.calibration else {}
@@ -776,8 +786,9 @@ class StepModel:
         def uncertainty_of(name: str) -> float:
             if self.calibration is None:
                 return _UNCERTAINTY[name]
-            # A calibration measures no sustained rate, because it is too short to reach the power
-            # limit, and no overlap. It measures collectives only if it had several ranks.
+            # A calibration is too short to reach the power limit, so it does not measure the
+            # sustained rate. It does not measure overlap either, and it measures collectives only
+            # with several ranks.
             measured = not name.startswith("collective") or bool(self.calibration.collectives)
             measured = measured and name not in ("sustained", "overlap_slowdown")
             lowest = _CALIBRATED_UNCERTAINTY if measured else _UNCERTAINTY[name]
@@ -810,16 +821,16 @@ class StepModel:
         options: StepOptions,
         order: Sequence[str] = AXES,
     ) -> dict[str, dict[str, float]]:
-        """Return the bytes that a rank sends in a step, by axis: {axis: {intra, inter}}.
+        """Return the bytes that a rank sends in a step: {axis: {"intra": bytes, "inter": bytes}}.
 
-        `order` is the order of the axes over the ranks, outermost first. Collectives are counted as
-        rings: each rank sends bus factor × message size bytes to the next rank. On each node, one
-        rank of the group sends to another node, so the mean rank sends 1 / (ranks of the group on
-        a node) of its bytes between nodes.
+        `intra` is inside a node and `inter` is between nodes. `order` lists the mesh axes,
+        outermost first. Collectives are counted as rings: each rank sends (bus factor × message
+        size) bytes to the next rank. On each node, one rank of the group sends to another node, so
+        on average a rank sends 1 / (ranks of the group on a node) of its bytes between nodes.
         """
         moved = dict.fromkeys(AXES, 0.0)
         steps, units = options.accumulation, workload.units
-        share = 1 / layout.pp  # a rank of a pipeline holds this share of the units
+        share = 1 / layout.pp  # a pipeline rank holds this share of the units
         for unit in units:
             again = unit.recomputed.get(options.recompute, ())
             for each in (*unit.forward, *unit.backward, *again):
@@ -853,7 +864,7 @@ class StepModel:
 
 
 class _Groups(NamedTuple):
-    """The groups of a layout's axes on the cluster: (ranks on each node, nodes)."""
+    """The placement of a layout's process groups, as (ranks per node, nodes) for each axis."""
 
     layout: Layout
     tp: tuple[int, int]
@@ -866,10 +877,10 @@ class _Groups(NamedTuple):
 
 
 class _Sharding(NamedTuple):
-    """The settings of the communication in one microbatch, except DDP's buckets."""
+    """The communication settings of one microbatch, except DDP's buckets."""
 
     shard: tuple[int, int]
-    """Ranks of a shard group on each node, and nodes."""
+    """(ranks per node, nodes) of a shard group."""
     replicas: tuple[int, int]
     shards: int
     first: bool
@@ -880,9 +891,9 @@ class _Sharding(NamedTuple):
 
 
 def _runs_of(times: Sequence[UnitTimes], bounds: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return (index, count) for each run of consecutive equal units within `bounds`.
+    """Return (index, count) for each sequence of equal units within `bounds`.
 
-    `index` is the first equal unit of the whole model, so equal stages have equal lists of runs.
+    `index` is the first equal unit of the whole model, so equal stages have equal lists.
     """
     runs: list[tuple[int, int]] = []
     for index in range(*bounds):
@@ -898,8 +909,8 @@ def _trained_sums(workload: Workload) -> list[int]:
 
 
 def gathered_bytes(workload: Workload, unit: Unit) -> int:
-    """Return the bytes of a unit's parameters after FSDP2 has gathered them."""
-    # Whether the parameters are gathered in the 16-bit dtype of autocast.
+    """Return the bytes of a unit's parameters after FSDP2's all-gather."""
+    # Blocks are gathered in the 16-bit dtype of autocast.
     narrow = workload.sharded and unit.is_block
     return sum(
         p.elements * (min(2, p.element_bytes) if narrow else p.element_bytes)
@@ -915,7 +926,7 @@ def _flop_shares(workload: Workload) -> tuple[float, ...]:
 
 
 def _compute_dtype(workload: Workload) -> str:
-    """Return the dtype in which most FLOPs are computed. The MFU is relative to its peak."""
+    """Return the dtype of most FLOPs. The MFU is relative to the peak of this dtype."""
     flops: dict[str, float] = {}
     for unit in workload.units[: len(workload.units) // 2 + 1]:
         for each in unit.forward:
@@ -924,7 +935,7 @@ def _compute_dtype(workload: Workload) -> str:
 
 
 def trace_events(step: StepTime) -> str:
-    """Return the timeline as a Chrome trace in JSON, which opens in Perfetto."""
+    """Return the timeline as a Chrome trace (JSON). Perfetto can open the trace."""
     ranks = sorted({span.rank for span in step.timeline})
     lanes = {"compute": 0, "comm": 1}
     events: list[dict[str, Any]] = []
