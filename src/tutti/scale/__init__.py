@@ -1,1 +1,1 @@
-"""Run a job with several numbers of ranks, and explain the loss of efficiency."""
+"""`tutti scale`: run a job with several numbers of ranks, and explain the lost efficiency."""

@@ -1,28 +1,29 @@
-"""Speed-up and efficiency of each number of ranks, and the lost efficiency by cause.
+"""Speed-up and efficiency for each number of ranks, and the lost efficiency by cause.
 
-A step with N ranks takes T(N) seconds. The ideal is f × T(base), where base is the smallest number
-of ranks: f is 1 if every rank keeps its batch (weak scaling), and base / N if the ranks divide one
-batch (strong scaling). Efficiency is E = f × T(base) / T(N). A step is the sum of its parts, so the
-lost efficiency is a sum over the parts:
+A step with N ranks takes T(N) seconds. The ideal step time is f × T(base), where base is the
+smallest number of ranks. In weak scaling every rank keeps its batch, and f is 1. In strong scaling
+the ranks divide one batch, and f is base / N. Efficiency is E = f × T(base) / T(N). A step time is
+the sum of its parts (compute, waiting, …), so the lost efficiency is a sum over the parts:
 
     1 − E = Σ (part(N) − f × part(base)) / T(N)
 
-Runs are compared only within one repeat, because the speed of the machine may change between
-repeats. A row has the medians and the quartiles of the efficiency and of each cause over the
-repeats. The medians of the causes do not add up exactly to the median of the lost efficiency. The
-difference is added to `unexplained`, so the causes of a row add up to its lost efficiency.
+One repeat runs every number of ranks once. Runs are compared only within one repeat, because the
+speed of the machine may change between repeats. A row has the results for one number of ranks: the
+medians and the quartiles, over the repeats, of the efficiency and of each cause. The medians of the
+causes do not add up exactly to the median of the lost efficiency. The difference is added to
+`unexplained`, so the causes of a row add up to its lost efficiency.
 
-The noise of a row is the largest of
+The noise of a row is the largest of these values:
 
-    1 % of the step (5 % with fewer than 3 repeats, which show no spread)
-    1.82 × IQR / √repeats, where IQR is the interquartile range of the efficiency: half of the 95 %
-        confidence interval of a median, if the repeats are distributed normally
+    1 % of the step, or 5 % if fewer than 3 repeats do not show the spread
+    1.82 × IQR / √repeats, where IQR is the interquartile range of the efficiency: half the width of
+        the 95 % confidence interval of the median, if the repeats are normally distributed
     2 × |unexplained|
 
-The verdict, a sentence about a row, names a cause if the cause is larger than the noise and both
-of its quartiles have the same sign. Larger causes are named first. Two causes count as equally
-large if they differ by at most the noise or if the ranges between their quartiles overlap. Equally
-large causes are named in the order of the table, so that chance does not change their order. A
+The verdict is a sentence about a row. It names a cause if the cause is larger than the noise and
+both of its quartiles have the same sign. Larger causes are named first. Two causes count as equally
+large if they differ by at most the noise, or if the ranges between their quartiles overlap. Equally
+large causes are named in the order of the table, so that noise does not change their order. A
 verdict is clear if there are at least 3 repeats and one of two conditions holds: the largest cause
 is named, or the noise and all causes are at most 3 % of the step.
 """
@@ -50,19 +51,19 @@ _PART_OF_CAUSE = {
 }
 CAUSE_OF_PART = {part: cause for cause, part in _PART_OF_CAUSE.items()}
 LOSS_CAUSES = ("exposed_comm", "wait", "bubble", "input", "compute", "other")
-OTHER_CAUSES = ("gaps", "rest", "slow_steps", "unexplained")  # the sum is `other`
+OTHER_CAUSES = ("gaps", "rest", "slow_steps", "unexplained")  # their sum is the cause `other`
 MIN_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 _MIN_NOISE, _NOISE_WITHOUT_SPREAD, _CLEAR_NOISE = 0.01, 0.05, 0.03
-# The 95 % confidence limits of a median of n samples are ± 1.96 × 1.253 σ / √n, and the
-# interquartile range is IQR = 1.349 σ.
+# For n normally distributed samples, the 95 % confidence limits of the median are
+# ± 1.96 × 1.253 σ / √n, and the interquartile range (IQR) is 1.349 σ.
 _CONFIDENCE = 1.96 * 1.253 / 1.349
-# The numbers of samples per step of two runs count as equal if their relative difference is at most
-# this value. They may differ slightly, because the last batch of an epoch may be smaller.
+# Two runs have the same number of samples per step if the relative difference is at most this
+# value. A small difference is allowed, because the last batch of an epoch may be smaller.
 _SAME_SAMPLES = 0.05
 
 
 def loss_by_cause(step: MeasuredStep, base: MeasuredStep, ideal: float) -> dict[str, float]:
-    """Return the lost share of the step for each cause. A gain is a negative loss.
+    """Return {cause: lost share of the step}. A gain is a negative loss.
 
     The cause `other` is split into OTHER_CAUSES.
     """
@@ -77,8 +78,8 @@ def significance(
 ) -> dict[str, Any]:
     """Return medians and quartiles over the repeats, the noise, and the causes above the noise.
 
-    `repeats_needed` is an estimate of the number of repeats after which the verdict is clear. It
-    assumes that the noise shrinks with the square root of the number of repeats.
+    `repeats_needed` estimates the number of repeats that make the verdict clear. The estimate
+    assumes that the noise is proportional to 1 / √repeats.
     """
     lost, count = 1 - median(efficiencies), len(efficiencies)
     causes = {name: median(loss[name] for loss in losses) for name in losses[0]}
@@ -111,7 +112,7 @@ def significance(
 def _by_size(
     causes: Mapping[str, float], spread: Mapping[str, Sequence[float]], noise: float
 ) -> list[str]:
-    """Return the causes, largest first, and equally large causes in the order of `causes`."""
+    """Return the causes, largest first. Equally large causes keep the order of `causes`."""
 
     sizes = {name: sorted(map(abs, (*spread[name], causes[name]))) for name in causes}
     left = [name for name in causes if name != "unexplained"]
@@ -136,9 +137,10 @@ class Scaling:
 
     @property
     def actual_mode(self) -> Mode | None:
-        """The mode (weak or strong) that the measured numbers of samples per step show, or None.
+        """The mode (weak or strong) that agrees with the measured numbers of samples per step.
 
-        If the numbers of samples are unknown, this is the value of --mode.
+        The mode is None if neither mode agrees. If the numbers of samples are unknown, the mode is
+        the value of --mode.
         """
         modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
         return next((mode for mode in modes if all(self._fits(r, mode) for r in self.runs)), None)
@@ -154,7 +156,7 @@ class Scaling:
         return ((run.samples if self._counted else per_step) or 1) / run.step.seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each number of ranks that ran in the same repeat as the base."""
+        """Return one row per number of ranks, if at least one repeat has this and the base run."""
         return [self._row(ranks) for ranks in self.sizes if self._ratios(ranks)]
 
     def results(self) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class Scaling:
             if not self._fits(run, self.mode):
                 base = self._base(run)
                 notes.append(
-                    f"--mode {self.mode} does not agree with the number of samples of a step, "
+                    f"--mode {self.mode} does not agree with the number of samples per step, "
                     f"which is {base.samples:g} with {base.ranks} ranks and {run.samples:g} with "
                     f"{run.ranks} ranks. The results use these numbers{actual}."
                 )
@@ -205,9 +207,9 @@ class Scaling:
         return abs((run.samples or 0) / (base.samples or 1) / expected - 1) <= _SAME_SAMPLES
 
     def _ratios(self, ranks: int) -> list[Ratio]:
-        """Return the ratio of the run with `ranks` ranks to the base run, for each repeat.
+        """Return one Ratio per repeat: the run with `ranks` ranks and the base run of the repeat.
 
-        Repeats without one of the two runs are left out.
+        A repeat in which one of the two runs is missing is left out.
         """
         bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
         ratios = []
@@ -259,7 +261,7 @@ class Scaling:
 
 
 def _middle(ratios: Sequence[Ratio]) -> list[Ratio]:
-    """Return the ratio with the median efficiency, or the two middle ratios of an even number."""
+    """Return the ratio with the median efficiency. If the number is even, return the middle two."""
     ordered = sorted(ratios, key=lambda ratio: ratio.efficiency)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
@@ -269,7 +271,7 @@ def _most_common(
     key: Callable[[dict[str, Any]], Any],
     size: Callable[[dict[str, Any]], float],
 ) -> dict[str, Any] | None:
-    """Return the median row among the rows with the most common key.
+    """Return the row of median size among the rows with the most common key.
 
     Each repeat has a row or None. The result is None if most repeats have no row.
     """

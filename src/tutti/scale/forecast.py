@@ -1,21 +1,21 @@
-"""The cost of communication, fitted to the runs, and a forecast of the efficiency with more ranks.
+"""Fit the time of communication to the runs, and forecast the efficiency with more ranks.
 
-Fit: t = α × rounds + β × bytes, in seconds. The number of rounds is that of a tree algorithm (log2
-of the number of ranks), and the bytes are those that a ring algorithm sends over the slowest link
-(2 (n − 1) / n × S for an all-reduce of S bytes with n ranks). The fit mixes both, because libraries
-use trees for small messages and rings for large messages. Between two ranks α is the latency of a
-message and 1 / β is the bandwidth in bytes/s.
+Fit: t = α × rounds + β × bytes, in seconds. `rounds` is the number of rounds of a tree algorithm,
+which is log2 of the number of ranks. `bytes` is the number of bytes that a ring algorithm sends
+over the slowest link, which is 2 (n − 1) / n × S for an all-reduce of S bytes with n ranks. The fit
+combines a tree and a ring, because libraries use trees for small messages and rings for large
+messages. Between two ranks, α is the latency of a message and 1 / β is the bandwidth in bytes/s.
 
 Forecast for n ranks, from the run with the fewest ranks and the run with the most ranks:
 
     T(n) = (own(n) + input(n) + exposed(n)) / (1 − share of waiting and bubbles)
 
-own is the time of a rank's own work. In weak scaling own(n) is the value measured with the most
-ranks. In strong scaling own(n) is a constant plus a value that is proportional to the batch of a
-rank, and the two runs determine both. input is proportional to the batch of a rank. exposed is
-proportional to the fitted time of all communication, because the hidden share of communication is
-assumed to stay the same. The hidden time is limited to own(n). For the number of ranks of the
-largest run, T(n) is equal to the measured step time.
+own(n) is the time of a rank's own work. In weak scaling, own(n) is the value measured with the most
+ranks. In strong scaling, own(n) is a constant plus a term that is proportional to the batch of a
+rank. The two runs determine the constant and the term. input(n) is proportional to the batch of a
+rank. exposed(n) is proportional to the fitted time of all communication, because the hidden share
+of communication is assumed to stay the same. The hidden time cannot exceed own(n). If n is the
+number of ranks of the largest run, T(n) is the measured step time.
 """
 
 import math
@@ -31,17 +31,18 @@ from tutti.scale.scale_runs import MeasuredRun
 
 Mode = Literal["strong", "weak"]
 
-# For each of these efficiencies, the forecast gives the smallest number of ranks that is below it.
+# For each of these values, the forecast gives the smallest number of ranks with an efficiency below
+# the value.
 LIMITS = (0.9, 0.8, 0.5)
 MAX_RANKS = 4096
 _DOUBLINGS = 4
-# More ranks mean more replicas, so the process groups of these axes keep their number of ranks.
+# With more ranks there are more replicas, so the process groups of these axes keep their size.
 _FIXED_AXES = ("tp", "pp")
 
 
 @dataclass(frozen=True)
 class CommPoint:
-    """The median time of an operation, without waiting, for a number of ranks and message size."""
+    """The median time of a collective, without waiting, at one number of ranks and message size."""
 
     op: str
     ranks: int
@@ -51,7 +52,7 @@ class CommPoint:
 
 @dataclass(frozen=True)
 class CommFit:
-    """The fitted α and β. `r2` is None for one or two points, which α and β can fit exactly."""
+    """The fitted α and β. With one or two points `r2` is None, because the fit can be exact."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -60,10 +61,10 @@ class CommFit:
 
     @property
     def best_case(self) -> bool:
-        """Whether the fit attributes all time to bandwidth, because all messages have one size.
+        """Whether all messages have one size and the fit attributes all time to bandwidth.
 
-        The bandwidth term grows less with the number of ranks than the latency term, so a forecast
-        from this fit is a best case.
+        With more ranks, the bandwidth term grows less than the latency term, so a forecast from
+        this fit is a best case.
         """
         return not self.alpha_s and len({point.bytes for point in self.points}) < 2
 
@@ -77,11 +78,11 @@ class CommFit:
 
 
 def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
-    """Return a point for each operation, number of ranks and message size in `comm[]` rows."""
+    """Return one point per operation, number of ranks and message size in the `comm[]` rows."""
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for row in chain.from_iterable(runs):
-        # Collectives that are not matched between the ranks are left out, because their time
-        # includes waiting. The fit needs the message size S, except for a barrier.
+        # A collective that was not matched between the ranks is left out, because its time includes
+        # waiting. An operation of unknown message size is left out, unless it is a barrier.
         has_size = row["op"] in OPERATIONS and (row["bytes"] or row["op"] == "barrier")
         matched = row["matched"] == row["count"]
         if has_size and matched and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
@@ -92,7 +93,7 @@ def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
 def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
     """Fit α and β to the points.
 
-    The fit minimizes relative errors, so that small messages count as much as large messages.
+    The fit minimizes the relative error, so that small messages count as much as large messages.
     """
     if not points:
         return None
@@ -101,7 +102,7 @@ def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
         for point in points
     ]
     best = fit_alpha_beta(rows)
-    # r² compares the fit with the best constant model, in which every message takes the same time.
+    # r² compares the fit with a model in which every message takes the same time.
     constant = [(weight, 1.0, 0.0, seconds) for weight, _, _, seconds in rows]
     total = squared_error(constant, fit_alpha_beta(constant))
     r2 = 1 - squared_error(rows, best) / total if len(points) > 2 and total > 1e-12 else None
@@ -116,9 +117,9 @@ def _rounds_and_bytes(op: str, ranks: int, size: float) -> tuple[float, float]:
 
 
 class Ratio(NamedTuple):
-    """A run, the run with the fewest ranks in the same repeat (base), and the ideal ratio.
+    """A run and the base run, which is the run with the fewest ranks in the same repeat.
 
-    `ideal` is f: the ideal step time of the run relative to the step time of the base run.
+    `ideal` is the ideal step time of the run, divided by the step time of the base run.
     """
 
     run: MeasuredRun
@@ -143,7 +144,7 @@ class EfficiencyModel:
         self._input, self._exposed = step.total("input"), step.total("exposed")
         self._hidden = ends.run.hidden * step.seconds
         self._busy_share = 1 - step.total("wait", "bubble") / step.seconds
-        proportional = 0.0  # the part of own work that is proportional to the batch of a rank
+        proportional = 0.0  # the time of own work that is proportional to the batch of a rank
         if mode == "strong":
             batch = ends.base.ranks / ends.run.ranks  # batch of a rank, relative to the base run
             proportional = max(0.0, (base_own - self._own) / (1 - batch)) * batch
@@ -163,13 +164,13 @@ class EfficiencyModel:
         return self._largest.ranks / ranks if self._mode == "strong" else 1.0
 
     def _comm_seconds(self, ranks: int) -> float:
-        """Return the fitted seconds of all messages of the largest run, sent by `ranks` ranks."""
+        """Return the fitted seconds of the largest run's collectives, if `ranks` ranks ran them."""
         total = 0.0
         for row in self._largest.comm:
             if row["op"] not in OPERATIONS or row["ranks"] < 2:
                 continue
             group, size = round(row["ranks"] * ranks / self._largest.ranks), row["bytes"] or 0
-            if row.get("axis") in _FIXED_AXES:  # activations, whose bytes shrink with the batch
+            if row.get("axis") in _FIXED_AXES:  # activations; their size follows the batch
                 group, size = row["ranks"], size * self._batch(ranks)
             total += row["count"] * self._fit.seconds(row["op"], group, size)
         return total
@@ -183,9 +184,9 @@ def forecast(
 ) -> dict[str, Any]:
     """Return the value of `forecast` in the JSON.
 
-    `measured` has the number of ranks and the efficiency of each run, in ascending order. `ends`
-    has the runs with the fewest and the most ranks. `mode` is None if the number of samples of a
-    step is neither constant nor proportional to the number of ranks.
+    `measured` is a list of (number of ranks, efficiency), in ascending order. `ends` contains the
+    run with the fewest ranks and the run with the most ranks. `mode` is None if the number of
+    samples per step is neither constant nor proportional to the number of ranks.
     """
     if len(measured) < 2 or ends is None:
         return no_forecast("a forecast needs runs with at least two numbers of ranks")
@@ -193,7 +194,7 @@ def forecast(
         return no_forecast("no communication between ranks was recorded")
     if mode is None:
         return no_forecast(
-            "the number of samples of a step is neither constant (strong scaling) nor proportional "
+            "the number of samples per step is neither constant (strong scaling) nor proportional "
             "to the number of ranks (weak scaling)"
         )
     model = EfficiencyModel(ends, fit, mode)
@@ -210,8 +211,8 @@ def forecast(
         "below": below,
         "best_case": fit.best_case,
         "reason": f"forecast from {ends.base.ranks} and {largest} ranks{best}. It assumes that all "
-        "links have the same speed, every rank has its own device, the same share of communication "
-        "is hidden, and waiting keeps its share of the step",
+        "links have the same speed, that every rank has its own device, and that the hidden share "
+        "of communication and the waiting share of the step stay the same",
     }
 
 

@@ -1,6 +1,6 @@
-"""Runs a recipe or any training program with each number of ranks, and reads the traces.
+"""Run a recipe or any training program with each number of ranks, and read the traces.
 
-Measured runs are kept, even if a later run fails or Ctrl-C stops the series.
+Completed measurements are kept, even if a later run fails or Ctrl-C stops the series of runs.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1  # an option of prctl
-# Other programs are worth a note if they use more than this share of the CPUs.
+# If other programs use more than this share of the CPUs, the output has a note.
 _OTHERS_SHARE = 0.1
-# Maximum factor of the calibration. The timed steps may be slower than the recorded steps by
-# chance, but a larger factor is not credible.
+# Maximum calibration factor. Timed steps may be slower than recorded steps by chance, but not by a
+# larger factor.
 _MAX_FACTOR = 1.25
-_SLOW_STEP = 0.1  # a step is slow if it exceeds a typical step by more than this share
+_SLOW_STEP = 0.1  # a step is slow if it is longer than a typical step by more than this share
 _LATE_KEYS = ("rank", "cost_s", "cost_share", "excess", "steady", "period")
 _RANK_FLAGS = {
     **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
@@ -62,10 +62,11 @@ _RANK_FLAGS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run: first skipped steps, then timed steps and recorded steps.
+    """The numbers of steps of a run: first skipped steps, then timed steps and recorded steps.
 
-    On CPUs timed steps and recorded steps alternate, see Capture. On GPUs all timed steps come
-    before the recorded steps.
+    Timed steps run without the profiler, and recorded steps run with the profiler. On CPUs, timed
+    steps and recorded steps alternate (see tutti.profile.capture.Capture). On GPUs, all timed steps
+    come before the recorded steps.
     """
 
     settle: int = 5
@@ -74,18 +75,17 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps that a run needs. The first step starts the capture."""
+        """The number of optimizer steps that a run needs, with the step that starts the capture."""
         return 1 + self.settle + self.timed + PROFILER_WARMUP + self.recorded
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command for any number of ranks.
+    """A command that can be run with any number of ranks.
 
     If `starts_ranks` is True, the command starts all ranks, and {ranks} in the command is replaced
-    by the number of ranks. If `starts_ranks` is False, the command is that of one rank, and `tutti
-    run` starts the ranks. `ends` is True if the program ends after the steps of the schedule
-    without being stopped.
+    by the number of ranks. If `starts_ranks` is False, the command is for one rank, and `tutti run`
+    starts the ranks. `ends` is True if the program ends on its own after the steps of the schedule.
     """
 
     command: tuple[str, ...]
@@ -95,7 +95,7 @@ class Job:
     ranks_per_gpu: int = 1
 
     def command_for(self, ranks: int, extra: Sequence[str]) -> list[str]:
-        """Return the complete command, followed by the `extra` arguments."""
+        """Return the complete command with the `extra` arguments at its end."""
         command = [argument.replace(RANKS, str(ranks)) for argument in (*self.command, *extra)]
         if self.starts_ranks:
             return command
@@ -104,7 +104,7 @@ class Job:
         return [*run, "--", *command]
 
     def environment(self, schedule: Schedule, traces: Path, max_ranks: int) -> dict[str, str]:
-        """Return the environment variables with which every rank records its own trace."""
+        """Return the environment variables that make every rank record a trace."""
         settings = {
             "directory": str(traces),
             "wait": schedule.settle + schedule.timed,
@@ -114,8 +114,8 @@ class Job:
             "stop": not self.ends,
         }
         env = captured_environment(settings, os.environ)
-        # A rank has the same number of threads in every run. Otherwise a single rank would use all
-        # cores, and would be compared with ranks that have only a share of the cores.
+        # Every rank has the same number of threads in every run. Otherwise a single rank would use
+        # all cores, and would be compared with ranks that have only a share of the cores.
         env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // max_ranks)))
         return env
 
@@ -126,14 +126,14 @@ class Job:
             LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
 
     def describe(self, sizes: Sequence[int]) -> str:
-        """Return a sentence about the number of threads, which is the same in every run."""
+        """Return a sentence about the number of threads per rank."""
         variable = os.environ.get("OMP_NUM_THREADS")
         threads = variable or str(max(1, _cores() // max(sizes)))
         reason = "OMP_NUM_THREADS" if variable else f"{_cores()} cores / {max(sizes)}"
         return f"every rank has {threads} thread{'s' * (threads != '1')} in every run ({reason})"
 
     def notes(self, sizes: Sequence[int]) -> list[str]:
-        """Return notes about conditions under which the results have a limited meaning."""
+        """Return notes about conditions that limit the meaning of the results."""
         notes = []
         if self.ranks_per_gpu > 1:
             notes.append("ranks share a GPU, so the results show software overhead, not GPU links")
@@ -148,7 +148,10 @@ def _cores() -> int:
 
 
 def starts_ranks_itself(command: Sequence[str], sizes: Sequence[int]) -> bool:
-    """Return whether the command starts its ranks. Raise UsageError if {ranks} is missing."""
+    """Return whether the command starts its ranks itself, because it contains {ranks}.
+
+    Raises UsageError if the command is a launcher, but does not contain {ranks}.
+    """
     if any(RANKS in argument for argument in command):
         return True
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name) and command[1:2] == ["-m"]:
@@ -166,6 +169,8 @@ def starts_ranks_itself(command: Sequence[str], sizes: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class PlannedRun:
+    """One run of a series: a number of ranks, the number of the repeat, and flags of a sweep."""
+
     ranks: int
     repeat: int
     flags: dict[str, str]  # the flags that a sweep sets
@@ -184,10 +189,10 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: Sequence[int], sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Return the runs in the order of repeats. A repeat has a run for every number of ranks.
+    """Return the runs of all repeats. A repeat has one run per number of ranks and sweep value.
 
-    In this order, slow changes of the machine's speed affect all numbers of ranks equally. Every
-    second repeat has the opposite order of the numbers of ranks.
+    The repeats run one after another, so slow changes of the machine's speed affect all numbers of
+    ranks equally. In every second repeat, the numbers of ranks are in reverse order.
     """
     return [
         PlannedRun(ranks, repeat, flags)
@@ -198,7 +203,7 @@ def plan_runs(
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The mean time of a step without the profiler, and the parts that add up to this time."""
+    """The mean time of a step without the profiler, and the parts whose sum is this time."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -217,12 +222,13 @@ class MeasuredRun:
     flags: dict[str, str]  # the flags that a sweep sets
     samples: float | None  # number of samples per step, over all ranks
     step: MeasuredStep
-    # The parts before the calibration. `host_gap` has gaps below 1 ms, and `pause` has longer gaps.
+    # The parts of a recorded step before the calibration. `host_gap` is the time in gaps below
+    # 1 ms, and `pause` is the time in longer gaps.
     recorded: Mapping[str, float]
     hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
-    late: dict[str, Any] | None  # the rank for which the others wait longest, if any
-    slow: dict[str, Any] | None  # the slow timed steps, see `slow_steps`
+    late: dict[str, Any] | None  # the rank for which the other ranks wait longest, if any
+    slow: dict[str, Any] | None  # the slow timed steps, as returned by `slow_steps`
     overhead: float  # recorded step / step without the profiler
     notes: list[str]
 
@@ -251,14 +257,14 @@ class RunSeries:
     schedule: Schedule
     out: Path
     extra_arguments: Callable[[PlannedRun, Path], Sequence[str]]
-    runs: list[MeasuredRun] = field(default_factory=list)  # the measured runs
+    runs: list[MeasuredRun] = field(default_factory=list)
     stopped: bool = False  # whether Ctrl-C stopped the series
     failure: str | None = None  # the reason why a run could not be measured
-    crashed: bool = False  # whether the reason is that the program failed
-    other_cpus: list[float] = field(default_factory=list)  # of each run: see _OtherPrograms
+    crashed: bool = False  # whether the program ended with an exit code other than 0
+    other_cpus: list[float] = field(default_factory=list)  # CPUs that other programs used, per run
 
     def execute(self, plan: Sequence[PlannedRun]) -> None:
-        """Execute the plan until its end, until Ctrl-C, or until a run fails."""
+        """Execute the planned runs. Stop early after Ctrl-C or after a failed run."""
         max_ranks = max(run.ranks for run in plan)
         with contextlib.ExitStack() as stack:
             signals = _SignalForwarder(stack)
@@ -284,9 +290,9 @@ class RunSeries:
         if used < _OTHERS_SHARE * cores:
             return []
         return [
-            f"other programs used {used:.1f} of {cores} CPUs during the runs, so a part of the "
-            "lost efficiency may be caused by them. For the efficiency of the job alone, repeat "
-            "the command while the machine is idle"
+            f"other programs used {used:.1f} of {cores} CPUs during the runs and may have caused a "
+            "part of the lost efficiency. To measure the efficiency of the job alone, repeat the "
+            "command while the machine is idle"
         ]
 
     def _execute_one(
@@ -297,7 +303,7 @@ class RunSeries:
         env = self.job.environment(self.schedule, folder / "traces", max_ranks)
         log = self.out / "logs" / f"{run.folder_name}.log"
         code = signals.run(command, env, log)
-        # These runs are never resumed, so they need no checkpoints.
+        # Delete the checkpoints, because these runs are never resumed.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
             return read_run(folder, run, self.schedule)
@@ -307,7 +313,7 @@ class RunSeries:
                 lines = log.read_text(errors="replace").splitlines()
                 shown, what = lines, "Its last lines"
                 if code and (traceback := first_error(lines)):
-                    # The launcher wrote the last line, which names the rank that failed.
+                    # Add the last line, which is from the launcher and names the failed rank.
                     shown, what = traceback + lines[-1:] * (lines[-1] not in traceback), "Its error"
                 output = "\n".join([f"{what} ({log}):", *shown[-_LOG_LINES:]]) if lines else ""
                 self.failure = f"{run.title}: {reason}. {output}".rstrip()
@@ -316,16 +322,16 @@ class RunSeries:
 
 
 class _OtherPrograms:
-    """Measures how many CPUs the processes use that do not belong to this command."""
+    """Measures how many CPUs are used by processes that do not belong to this command."""
 
     def __init__(self) -> None:
         self._start = self._now()
 
     @staticmethod
     def _now() -> tuple[float, float | None, float]:
-        """Return the time, the busy seconds of all allowed CPUs, and the CPU seconds of the runs.
+        """Return (time, busy seconds of all allowed CPUs, CPU seconds of this command).
 
-        A run has ended when its CPU seconds are read, so the seconds of its ranks are included.
+        The CPU seconds of this command include the ranks of all runs that have ended.
         """
         own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         used = sum(usage.ru_utime + usage.ru_stime for usage in own)
@@ -340,7 +346,7 @@ class _OtherPrograms:
 
 
 class NotMeasured(Exception):
-    """A run ended without the traces that it should have written. The message has the reason."""
+    """A run has not written the expected traces. The exception's message is the reason."""
 
 
 def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
@@ -349,8 +355,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     if not files:
         raise NotMeasured(
             f"no rank wrote a trace. Each rank must take {schedule.steps} steps: steps of a torch "
-            "optimizer or, without an optimizer, calls of its outermost module. Train longer, or "
-            "reduce --steps or --settle"
+            "optimizer or, if the program has no optimizer, calls of the outermost module. Train "
+            "longer, or reduce --steps or --settle"
         )
     if len(files) != run.ranks:
         raise NotMeasured(
@@ -425,12 +431,13 @@ def measured_step(
     recording: RecordingCost | None = None,
     page_faults: float = 0.0,
 ) -> MeasuredStep:
-    """Return the parts of the timed steps, from the parts of a typical recorded step.
+    """Return the mean timed step, divided into the parts of a typical recorded step.
 
-    `recording` is the time that recording adds to a step, if known. `page_faults` is the time of
-    page faults that occur only outside of the recording, which is added to compute. `unexplained`
-    is the difference between a typical timed step and the calibrated parts. `slow_steps` is the
-    difference between the mean over all timed steps and a typical timed step.
+    `recording` is the time that recording adds to a step, if known. `page_faults` is the time per
+    step of page faults that do not occur during the capture, because of memory that the profiler
+    has allocated. Without the capture they would occur, so this time is added to compute. The part
+    `unexplained` is the time of a typical timed step minus the sum of the calibrated parts. The
+    part `slow_steps` is the mean time of all timed steps minus the time of a typical timed step.
     """
     typical, mean = typical_seconds(step_times), fmean(step_times)
     step = calibrate(recorded, typical, on_device, _MAX_FACTOR, recording)
@@ -444,11 +451,12 @@ def slow_steps(
     recorded: Sequence[Mapping[str, float]] = (),
     numbers: Sequence[int] = range(sys.maxsize),
 ) -> dict[str, Any] | None:
-    """Return the number of slow timed steps, their median excess, and their period if constant.
+    """Return the number of slow timed steps, their median excess and their period.
 
-    `numbers` are the numbers of the timed steps in the program. `part` is the part that is
-    prolonged most in slow recorded steps, and `part_excess_s` is its excess over a typical recorded
-    step.
+    `numbers` contains the number of each timed step in the program. `excess_s` is the time by which
+    a slow step exceeds a typical step. `period` is None if slow steps do not occur at a constant
+    distance. `part` is the part that grows most in slow recorded steps, and `part_excess_s` is its
+    growth over a typical recorded step.
     """
     excess = _excess(step_times, numbers)
     slow = large_values(excess, _SLOW_STEP * typical_seconds(step_times))
@@ -483,14 +491,18 @@ def _excess(step_times: Sequence[float], numbers: Sequence[int]) -> dict[int, fl
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the parts of one step over all ranks. Their sum is the mean step time.
+    """Combine the parts of all ranks in one step. The sum of the parts is the mean step time.
 
-    Each rank's own work is taken from the fastest rank, and any excess on slower ranks counts as
-    waiting. If the mean over ranks were used, a part of the excess would count as compute. There is
-    one exception: if the slowest rank waits for its data loader, the time in which other ranks wait
-    for this rank counts as input. If all data loaders are slow, only the slowest rank waits for its
-    loader, and the other ranks wait for this rank while their own loaders finish. Compute includes
-    hidden communication. `pause` is the part of the gaps that recording does not lengthen.
+    The time of own work is the own work of the fastest rank, and any excess on slower ranks counts
+    as waiting. If the mean over ranks were used, a part of the excess would count as compute.
+
+    There is one exception. If the slowest rank waits for its data loader, the time in which the
+    other ranks wait for this rank counts as input, not as waiting. The reason is that if all data
+    loaders are slow, only the slowest rank shows this as input: the other ranks wait for it in a
+    collective, and their data loaders finish in the meantime.
+
+    Compute includes hidden communication. `pause` is the time in gaps that recording does not
+    lengthen.
     """
     own_parts = ("compute", "hidden", "input", "host_gap", "pause", "rest")
     by_own_work = sorted(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
@@ -509,11 +521,11 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
-    """Return the number of samples of a step, or None if unknown.
+    """Return the number of samples per step, or None if unknown.
 
-    For a run of tutti train, this is the global batch. A sum over ranks would be wrong, because
-    ranks of a tensor-parallel group or a pipeline have the same samples. For other programs, this
-    is the sum of the ranks' batches, which were counted in their data loaders.
+    For `tutti train`, the number is the global batch size. A sum over ranks would be wrong, because
+    the ranks of a tensor-parallel group or of a pipeline process the same samples. For other
+    programs, the number is the sum of the batch sizes that the data loaders of all ranks returned.
     """
     summary = folder / "summary.json"
     if summary.is_file():
@@ -524,9 +536,9 @@ def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
 
 
 class _SignalForwarder:
-    """Runs programs, and forwards Ctrl-C and SIGTERM to them. A signal sets `received`.
+    """Runs programs and forwards Ctrl-C and SIGTERM to them. A signal sets `received`.
 
-    A signal between two programs interrupts nothing, so the traces of a finished run are read
+    If no program runs, a signal only sets `received`, so the traces of a finished run are read
     completely. The previous signal handlers are restored when `stack` is closed.
     """
 
@@ -537,11 +549,11 @@ class _SignalForwarder:
             stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
 
     def run(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-        """Run a program to its end, with its output in `log`, and return its exit code.
+        """Run a program until it ends, with its output in `log`, and return its exit code.
 
-        The program has a separate session, so that Ctrl-C in the terminal reaches only this
-        process, which forwards the signal once. A launcher that receives one signal lets its ranks
-        end normally. When the program has ended, its remaining child processes are killed.
+        The program runs in a separate session, so Ctrl-C in the terminal reaches only this process.
+        This process forwards the signal once, because a launcher that receives one signal lets its
+        ranks end normally. When the program has ended, its remaining child processes are killed.
         """
         libc = ctypes.CDLL(None)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -568,7 +580,7 @@ class _SignalForwarder:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_second, self.received = self.received, True
         if self._program is not None and self._program.returncode is None:
-            if is_second:  # the user does not want to wait for a normal end
+            if is_second:  # after a second Ctrl-C, do not wait for the program to end
                 _kill_group(self._program)
             else:
                 self._program.send_signal(number)

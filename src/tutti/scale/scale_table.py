@@ -19,23 +19,23 @@ _FULL_WIDTH = 80
 _SPEED_WIDTH, _NARROW_SPEED_WIDTH = 20, 9
 _PROFILE_COMMAND = "for details: tutti profile --trace"
 _WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "compute": 8, "other": 6}
-# For each cause, its name in the verdict and an explanation.
+# {cause: (name of the cause in the verdict, explanation)}
 _CAUSES = {
-    "exposed_comm": ("exposed communication", "data moves while nothing computes"),
+    "exposed_comm": ("exposed communication", "communication that no computation overlaps"),
     "wait": ("waiting", "a collective waits for ranks that arrive later"),
     "bubble": ("pipeline bubble", "a stage waits for another stage"),
     "input": ("input", "the program waits for its data loader"),
     "compute": ("slower compute", "ranks share cores, caches or memory, or batches are small"),
     "gaps": ("host gaps", "no recorded operation runs: Python code, launches, other programs"),
     "rest": ("code around operators", "autograd's engine, DDP's reducer, copies"),
-    "slow_steps": ("slow steps", "some steps take much longer than the others"),
+    "slow_steps": ("slow steps", "some steps take much longer than the other steps"),
 }
 
 
 def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
-    """Yield the table of all numbers of ranks, the causes of the loss, the fit and the forecast."""
+    """Yield the output lines: the table, the causes of the loss, the fit and the forecast."""
     if rows := results["rows"]:
-        title = f"{results['mode']} scaling, with the loss of efficiency by cause, in % of the step"
+        title = f"{results['mode']} scaling, with the lost efficiency by cause, in % of the step"
         yield from wrap_line(title, width, "  ")
         yield ""
         yield from _table(results["unit"], rows, width)
@@ -49,10 +49,10 @@ def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[s
 
 
 def _table(unit: str, rows: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
-    """Yield the head, then a line for each number of ranks.
+    """Yield the header, then one line per number of ranks.
 
-    The column `bubble` is shown only for pipelines. For pipelines and on a narrow terminal, there
-    is no space for the spread of the throughput.
+    The column `bubble` is shown only for pipelines. The spread of the throughput is not shown for
+    pipelines and on narrow terminals, because the line would be too long.
     """
     has_bubble = any(row["loss"]["bubble"] for row in rows)
     shown = [name for name in LOSS_CAUSES if name != "bubble" or has_bubble]
@@ -84,13 +84,13 @@ def _table(unit: str, rows: Sequence[dict[str, Any]], width: int) -> Iterator[st
 
 
 def _percents(low_and_high: Sequence[float]) -> str:
-    """Return two shares as percents, the lower one first, such as 21–24 or −1 to 2."""
+    """Return two shares in percent, the lower share first, such as "21–24" or "−1 to 2"."""
     low, high = (f"{100 * share:.0f}".replace("-0", "0") for share in sorted(low_and_high))
     return f"{low}–{high}" if not low.startswith("-") else f"{low} to {high}".replace("-", "−")
 
 
 def _short(value: float) -> str:
-    """Return a number with three digits, such as 12.3k for 12,345."""
+    """Return a number with three digits, such as "12.3k" for 12,345."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g}{unit}" if value < 999.5 * factor else f"{value:.0f}"
@@ -100,7 +100,7 @@ def _short(value: float) -> str:
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield lines about the causes within `other`, the verdicts, the late rank and slow steps."""
     if len(rows) < 2:
-        yield "only one number of ranks was run, but efficiency needs at least two"
+        yield "only one number of ranks was run, but efficiency needs at least two numbers of ranks"
         return
     for row in rows[1:]:
         split = ", ".join(
@@ -116,7 +116,7 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     late, slow = row["late"], row["slow_steps"]
     cause_of_late = "input" if late and late["excess"]["part"] == "input" else "wait"
     if late and cause_of_late in row["named"] and late["excess"]["seconds"] >= 5e-5:
-        yield f"rank {late['rank']} {excess_text(late['excess'])} than the others"
+        yield f"rank {late['rank']} {excess_text(late['excess'])} than the other ranks"
     if slow and "slow_steps" in row["named"]:
         often = f"{slow['steps']} of {slow['of_steps']} steps"
         take = "takes" if slow["steps"] == 1 or slow["period"] is not None else "take"
@@ -130,13 +130,13 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             rank = (
                 f". In slow recorded steps {title} is {1e3 * slow['part_excess_s']:.1f} ms longer"
             )
-        yield f"{often} {take} {1e3 * slow['excess_s']:.1f} ms longer than the others{rank}"
+        yield f"{often} {take} {1e3 * slow['excess_s']:.1f} ms longer than the other steps{rank}"
     yield f"{_PROFILE_COMMAND} {row['folder']}"
     yield "all numbers are medians over the repeats, with quartiles in parentheses"
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Return a sentence about lost efficiency, causes, noise, and whether the repeats agree."""
+    """Return a sentence about the lost efficiency, its causes, the noise and the repeats."""
     lost = 1 - row["efficiency"]
     causes = row["loss"] | row["other"]
     verb, sign = ("lose", 1) if lost >= 0 else ("gain", -1)
@@ -178,7 +178,7 @@ def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
     r2 = f", r² {fit['r2']:.2f}" if fit["r2"] is not None else ""
     yield (
         f"communication: α {1e6 * fit['alpha_s']:.4g} µs and {speed} (1/β), fitted to "
-        f"{len(fit['points'])} kinds of message{r2}"
+        f"{len(fit['points'])} combinations of operation, ranks and message size{r2}"
     )
 
 
@@ -204,13 +204,13 @@ def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """Return the flag without its dashes, and its values, from a text like `bucket-mb=1,5,25`."""
+    """Return (flag without dashes, values) from a text such as `bucket-mb=1,5,25`."""
     flag, equals, values = text.partition("=")
     flag = flag.strip().lstrip("-").replace("_", "-")
     listed = [value.strip() for value in values.split(",") if value.strip()]
     if not flag or not equals or len(listed) < 2:
         raise UsageError(
-            "--sweep must have a flag of tutti train and at least two values, such as "
+            "--sweep must name a flag of tutti train and at least two values, such as "
             f"bucket-mb=1,5,25, got {text}"
         )
     if len(set(listed)) != len(listed):
@@ -219,10 +219,10 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
-    """Return `sweep[]` of the JSON: the rows of each value of the flag.
+    """Return `sweep[]` of the JSON: the rows for each value of the flag.
 
-    `best` means that the value is faster than all others by more than the spread of the repeats.
-    Efficiency is relative to the run with the fewest ranks and the same value.
+    `best` is True if the value is faster than all other values by more than the spread of the
+    repeats. Efficiency is relative to the run with the fewest ranks and the same value.
     """
     by_value: dict[str, list[MeasuredRun]] = {}
     for run in runs:
@@ -236,12 +236,15 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
 
 
 def add_verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with the key `verdict`, which is None for the base."""
+    """Return the rows with the key `verdict`. The verdict of the first row, the base, is None."""
     return [row | {"verdict": verdict(row) if number else None} for number, row in enumerate(rows)]
 
 
 def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
-    """Return whether the row's value is faster than each other value in at least 3 of 4 repeats."""
+    """Return whether the row's value of the flag is faster than each other value.
+
+    A value is faster if it has the higher throughput in at least 3 of 4 repeats.
+    """
     same_size = [run for run in runs if run.ranks == row["ranks"]]
     throughput = Scaling(same_size, mode).throughput
     speeds = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
@@ -258,7 +261,7 @@ def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bo
 def sweep_lines(
     rows: Sequence[dict[str, Any]], notes: Sequence[str], width: int = _FULL_WIDTH
 ) -> Iterator[str]:
-    """Yield one table with a block for each value, and the best value for each number of ranks."""
+    """Yield one table with a block per value, and the best value for each number of ranks."""
     if not rows:
         return
     head, *lines = _table(rows[0]["unit"], rows, width)
@@ -271,9 +274,9 @@ def sweep_lines(
     yield ""
     for ranks in sorted({row["ranks"] for row in rows}):
         same_size = [row for row in rows if row["ranks"] == ranks]
-        result = "no value is faster than the others by more than the spread of the repeats"
+        result = "no value is faster than all others by more than the spread of the repeats"
         if any(row["repeats"] < MIN_REPEATS for row in same_size):
-            result = f"no value is best: use --repeats {MIN_REPEATS} to measure the spread"
+            result = f"the best value is unknown: use --repeats {MIN_REPEATS} to measure the spread"
         elif (best := next((row for row in same_size if row["best"]), None)) is not None:
             result = f"{_flags_text(best)} is best, because it is faster in at least 3 of 4 repeats"
         yield f"with {ranks} rank{'s' * (ranks != 1)} {result}"
