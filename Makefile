@@ -20,8 +20,12 @@ $(VENV)/demo: $(VENV)/torch $(SOURCES)
 	$(INSTALL) --no-build-isolation --editable '.[demo]'
 	touch $@
 
+# timm needs torchvision. An index may have torch for the CPU but torchvision only for CUDA, and
+# transformers and Lightning cannot be imported where such a torchvision is installed. So both
+# packages get a directory of their own, which only the tests of timm read.
 $(VENV)/dev: $(VENV)/torch $(SOURCES)
 	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	$(INSTALL) --upgrade --no-deps --target $(VENV)/timm timm torchvision
 	touch $@
 
 demo: $(VENV)/demo
