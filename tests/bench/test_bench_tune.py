@@ -28,7 +28,7 @@ def test_a_group_with_one_path_is_not_measured(tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = run_tutti("bench", "tune", *flags, env=cache)
     assert done.returncode == 0, done.stderr
-    assert "on cpu a group of 2 ranks has only one path" in done.stdout
+    assert "on cpu a group of 2 ranks has only one all_reduce" in done.stdout
     content = json.loads((tmp_path / "t.json").read_text())
     assert content["schema"] == "tutti.bench.tune/1" and content["rows"] == []
     assert content["table"] is None and content["written"] is None

@@ -1,7 +1,7 @@
-"""The command line: one module per command, imported when the command is run.
+"""The command line. Each command has its own module, which is imported when the command is run.
 
-`tutti --print-completion SHELL` prints a script that calls `tutti --complete WORD...` at every Tab.
-So the installed script also completes commands and flags that are added later.
+`tutti --print-completion SHELL` prints a completion script. At every Tab, the script calls
+`tutti --complete WORD...`, so it always completes the commands and flags of the installed version.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ SUBCOMMANDS = {
 _USAGE = """usage: tutti COMMAND [flags]
 
 tutti takes a PyTorch model from one device to many, proves that many devices compute what one
-did, and explains where the speed went.
+device computed, and explains where the speed went.
 
 commands:
 {commands}
@@ -57,20 +57,21 @@ tutti --print-completion SHELL     print a completion script for bash, zsh or fi
 def main() -> None:
     """Run the command and exit with its code. This is the entry point of the console script."""
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        # mpirun gives rank 0 a terminal even if the output of mpirun goes into a file. Without this
-        # variable, rich would print colour codes into the file.
+        # The standard output of rank 0 is a terminal even if the output of mpirun goes into a file.
+        # Without this variable, rich would print colour codes into the file.
         os.environ.setdefault("TTY_COMPATIBLE", "0")
     try:
         code = run_cli(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe has ended, as in `tutti … | head`
+    except BrokenPipeError:  # the program that reads the output has ended (`tutti … | head`)
         sys.stderr.close()
         code = 0
     except KeyboardInterrupt:
         print("tutti: interrupted", file=sys.stderr)
         code = 130
-    # gc.freeze() skips the garbage collections at exit, which take 0.5 s with torch loaded. triton
-    # would print a warning for each of its objects that is not collected.
+    # gc.freeze() avoids the garbage collections at exit, which take 0.5 s if torch is loaded. If
+    # triton is loaded, collect, because triton prints a warning for each object that is not
+    # collected.
     if "triton" not in sys.modules:
         gc.freeze()
     sys.exit(code)
@@ -110,7 +111,7 @@ def run_cli(arguments: list[str]) -> int:
             print(f"{prefix}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # Before torch is loaded, no user code has run. The error is then about a file that the user
+        # If torch is not loaded, no user code has run, so the error is about a file that the user
         # named with a flag.
         if error.filename is None or "torch" in sys.modules:
             raise
@@ -141,7 +142,7 @@ def _completions(arguments: list[str]) -> list[str]:
 
 
 def _flag_choices(command: list[str]) -> dict[str, list[str]]:
-    """Return the choices of each flag of a command, read from the help of the command."""
+    """Return {flag: choices} of a command, read from the help of the command."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):
         import_module(COMMANDS[command[0]][0]).main([*command[1:], "--help"])

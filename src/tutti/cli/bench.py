@@ -1,4 +1,4 @@
-"""tutti bench KIND, and the code that all kinds share: flags, ranks, result files, --expect."""
+"""tutti bench KIND, and the code that all kinds share: flags, ranks, result files and --expect."""
 
 import os
 import signal
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 INTERRUPTED = 130
-_GRACE_SECONDS = 30.0  # time after Ctrl-C in which ranks finish their round and write files
+_GRACE_SECONDS = 30.0  # time after Ctrl-C for ranks to finish the current round and write files
 
 _KINDS = {
-    "collectives": "all backends side by side, as in nccl-tests",
-    "bandwidth": "every pair of ranks; names slow links",
-    "pairs": "techniques compared with their baselines",
-    "tune": "the fastest path for each message size, for tutti.comm",
-    "symmetric": "one-sided memory and the structures built on it",
-    "compare": "differences between two results that exceed the spread",
+    "collectives": "measure collectives of several backends, as nccl-tests does",
+    "bandwidth": "measure the link of every pair of ranks, and find slow links",
+    "pairs": "measure the speed-up of techniques over their baselines",
+    "tune": "find the fastest all_reduce implementation per message size",
+    "symmetric": "measure symmetric memory and the data structures built on it",
+    "compare": "compare two result files, row by row",
 }
 
 _USAGE = """usage: tutti bench KIND [flags]
 
-Measures alternatives in turn in one run, and checks the results of the timed calls.
+Backends or implementations to compare are timed alternately in the same run.
+The results of the timed calls are checked.
 
 kinds:
 {kinds}
@@ -65,10 +66,10 @@ def main(arguments: list[str]) -> int:
             f"tutti bench has no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}"
         )
     if is_rank() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # Let Ctrl-C end this rank at once until RankControl.stop_on_signals installs its handlers.
-        # With Python's default handler, a KeyboardInterrupt could be lost inside the import of
-        # torch or in a destructor, and the rank would then wait for peers that have ended. If
-        # SIGINT is ignored (nohup, `&`), it remains ignored.
+        # Until RankControl.stop_on_signals installs its handlers, Ctrl-C ends this rank at once.
+        # Python's default handler raises KeyboardInterrupt, which the import of torch or a
+        # destructor could suppress. The rank would then wait for peers that have ended. If SIGINT
+        # is ignored (nohup, `&`), it remains ignored.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: int = import_module(f"tutti.cli.bench_{arguments[0]}").main(arguments[1:])
     return code
@@ -79,17 +80,17 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class RankFlags:
-    """The flags that all kinds of bench except compare have."""
+    """The flags of all kinds except compare."""
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start, unless a launcher has started ranks (default: one per GPU,
-    or 2)."""
+    """Number of local ranks to start (default: one per GPU, but at least 2). Ignored under
+    torchrun, srun or mpirun."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors."""
     ranks_per_gpu: int = 1
-    """Number of ranks that may share one GPU."""
+    """Maximum number of ranks that share one GPU."""
     start_timeout: float | None = None
-    """Seconds to wait until all ranks have started (default 300)."""
+    """Seconds to wait for all ranks to start (default: 300)."""
     json: OutputFile | None = None
     """Also write the results, the environment and the command to this JSON file."""
     budget: float = 0.5
@@ -98,18 +99,19 @@ class RankFlags:
 
 @dataclass(frozen=True)
 class ExpectFlags(RankFlags):
-    """The flags of kinds that can compare their results with expectations."""
+    """The flags of kinds that can compare their results with expected values."""
 
     expect: str | None = None
-    """Exit with 1 if a result misses its expectation. The value is the JSON file of an earlier run,
-    a TOML file of thresholds, or catalogue for published figures (not for pairs)."""
+    """Exit with code 1 if a result is worse than expected. The value is a JSON file of an earlier
+    run, a TOML file with thresholds, or the word `catalogue`, which means the published bandwidths
+    of the hardware (not with `pairs`)."""
 
 
 Flags = TypeVar("Flags", bound=RankFlags)
 
 
 def parse_flags(kind: type[Flags], name: str, arguments: list[str]) -> Flags:
-    """Return the flags of `tutti bench NAME`, after a check of --budget."""
+    """Parse the flags of `tutti bench NAME`, and check --budget."""
     options = parse(kind, f"tutti bench {name}", arguments)
     checked_seconds("--budget", options.budget, example=kind.budget)
     return options
@@ -128,7 +130,7 @@ def expect_flag(
 ) -> Expectation | None:
     """Return the parsed value of --expect, or None if the flag is not given.
 
-    Raises UsageError if the results of this bench cannot be compared with the value.
+    Raises UsageError if the results of `bench` cannot be compared with this value.
     """
     if options.expect is None:
         return None
@@ -159,9 +161,9 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     largest: int = 0,
 ) -> int:
-    """Run `tutti bench KIND` again in local ranks, and return the exit code.
+    """Run this command again as local ranks, and return the exit code.
 
-    `largest` is the largest message size in bytes, which must fit into the free memory.
+    `largest` is the largest message size in bytes. It must fit into the free memory.
     """
     ranks = default_ranks(options) if ranks is None else ranks
     world = LocalWorld(
@@ -184,9 +186,9 @@ def start_ranks(
 class Session:
     """One bench on this rank: the world, a description of every rank, and the result files.
 
-    The files of --json and --csv are written again after every row, so Ctrl-C, SIGKILL or the death
-    of a rank loses no finished row. The key `complete` in the JSON file is false until all rows
-    have been measured.
+    The files of --json and --csv are rewritten after every row, so that measured rows are kept
+    after Ctrl-C, SIGKILL or the death of a rank. The key `complete` in the JSON file is false until
+    all rows have been measured.
     """
 
     world: "World"
@@ -199,12 +201,12 @@ class Session:
 
     @property
     def world_json(self) -> Row:
-        """The value of the key `world` in the JSON of every bench."""
+        """The value of the key `world` in the JSON file."""
         sharing_note = self.world.sharing_note
         return {"size": self.world.size, "ranks": self.ranks, "sharing_note": sharing_note}
 
     def print_ranks(self, with_backend: bool = False) -> None:
-        """Print where each rank runs, and whether GPUs are shared."""
+        """Print the host, device and CPUs of each rank, and a note if ranks share a GPU."""
         for row in self.ranks:
             backend = f"{row['backend']}, " if with_backend else ""
             pinned = "pinned to CPU" if row["pinned"] else "on CPU"
@@ -215,7 +217,7 @@ class Session:
             print_note(f"note: {self.world.sharing_note}")
 
     def save(self, results: Row) -> None:
-        """Write intermediate results. If writing fails, print one note and continue."""
+        """Write intermediate results. If writing fails, print a note (only once) and continue."""
         try:
             self.write(results)
         except UsageError as error:
@@ -233,8 +235,8 @@ class Session:
             write_json(self.json, self.schema, results)
 
     def check_planned_rows(self, planned: Row, expectation: Expectation | None) -> None:
-        """Raise UsageError before the measurement if --expect has no figure for any planned row."""
-        # Rules of a TOML file are checked only after the measurement.
+        """Before the measurement, raise UsageError if --expect has no value for any planned row."""
+        # The rules of a TOML file can be checked only after the measurement.
         if expectation is not None and expectation.rules is None:
             with usage_error_on_rank_0(self.world):
                 expectations.unmet_expectations({"schema": self.schema, **planned}, expectation)
@@ -242,10 +244,11 @@ class Session:
     def exit_code(
         self, results: Row, expectation: Expectation | None, stopped: bool, wrong: bool
     ) -> int:
-        """Return 130 if stopped, 1 if results are wrong or an expectation is missed, else 0.
+        """Return 130 if stopped, 1 if results are wrong or worse than --expect, else 0.
 
-        Rank 0 prints the missed expectations. The world must be closed before this call, because
-        only rank 0 raises UsageError if no row could be checked.
+        Rank 0 prints the results that are worse than expected. Close the world before this call: if
+        no row could be checked, only rank 0 raises UsageError, and the other ranks must not wait
+        for it.
         """
         if stopped:
             return INTERRUPTED
@@ -267,7 +270,7 @@ class Session:
 def open_session(
     options: RankFlags, schema: str, pin: bool | str, backend: str | None = None
 ) -> Iterator[Session]:
-    """Join the world, pin this rank to CPUs, and yield the session of this bench.
+    """Join the world, pin this rank to CPUs, and yield a Session.
 
     All ranks must enter the `with` block. Inside the block, Ctrl-C or SIGTERM stops the bench after
     the current round.
@@ -290,7 +293,7 @@ def open_session(
 
 
 def print_failed(cases: "Cases") -> None:
-    """Print the cases that crashed, with the error of each."""
+    """Print each case that crashed, with its error."""
     for failure in cases.failed:
         print_note(f"{failure['case']} failed: {failure['error']}")
 

@@ -1,4 +1,4 @@
-"""tutti bench bandwidth: measure every pair of ranks, collectives and copies; report slow links."""
+"""tutti bench bandwidth: measure links between ranks and host-device copies; find slow links."""
 
 import sys
 from dataclasses import dataclass
@@ -23,29 +23,33 @@ if TYPE_CHECKING:
 class Bandwidth(bench.ExpectFlags):
     """Measure the links between ranks and mark slow links: tutti bench bandwidth --ranks 4
 
-    Measures every pair of ranks one way and both ways, one pair at a time; one rank to all others;
-    all to all; all_reduce as a ring and as a tree; and on CUDA, copies between host and device.
-    Each pair is compared with the other pairs of its class (same core, same or other NUMA node,
-    NVLink, NVSwitch, PCIe, other host) and with published figures. If all slow pairs have one
-    device in common, the output names the device. Received data is checked. Ctrl-C keeps the
-    results so far.
+    Measures messages between every pair of ranks, in one direction and in both directions, one pair
+    at a time. Then measures messages from one rank to all others, all_to_all, all_reduce as a ring
+    and as a tree, and on CUDA, copies between host and device. Each pair is compared with the other
+    pairs of the same link class (same core, same NUMA node, other NUMA node, NVLink, NVSwitch,
+    PCIe, other host) and with published bandwidths. If all slow pairs have a device in common, the
+    output names the device. Received data is checked. Ctrl-C keeps the results so far.
     """
 
     sizes: str | None = None
-    """Bytes per message: 16M or 64K,16M or 64K:16M:x16 (default 16M, on CUDA 256M)."""
+    """Message sizes in bytes: one size such as `16M`, a list such as `64K,16M`, or a range such as
+    `64K:16M:x16`, in which each size is 16 times the previous one (default: 16M, on CUDA 256M)."""
     backend: Literal["shm", "gloo", "nccl"] | None = None
-    """Backend that sends messages (default shm, or gloo between hosts; on CUDA nccl)."""
+    """Backend that sends the messages (default: `nccl` on CUDA; on the CPU `shm`, or `gloo` between
+    hosts)."""
     only: str | None = None
-    """Comma-separated parts to measure: pairs, one_to_all, all_to_all, ring_vs_tree, copies
-    (default: all parts that apply)."""
+    """Comma-separated parts to measure: `pairs`, `one_to_all`, `all_to_all`, `ring_vs_tree`,
+    `copies` (default: all parts that this world can measure)."""
     together: bool = False
-    """Measure disjoint pairs at the same time. This is faster and shows which links are shared, but
-    a slow link may be attributed to another pair."""
+    """Measure pairs without a common rank at the same time. This is faster and shows which pairs
+    share a link, but a slow link may also slow down other pairs."""
     pin: str = "own"
-    """CPUs to which ranks are pinned: own (the CPUs of a host are divided among its ranks), none
-    (no pinning), or one CPU list per rank of a host, separated by slashes: 0/1/32-35."""
+    """CPUs to which ranks are pinned: `own` (the CPUs of a host are divided among its ranks),
+    `none` (no pinning), or one CPU list per rank of a host, separated by slashes, such as
+    `0/1/32-35`."""
     budget: float = 0.2
-    """Seconds for each kind of traffic, operation and size."""
+    """Seconds for each measurement. A measurement is one pair in one or both directions, or one
+    collective, with one message size."""
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +60,9 @@ def main(arguments: list[str]) -> int:
         return _measure(options, expectation)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
     if options.ranks == 1 and not gpus:
-        raise UsageError("--ranks 1: one rank on a CPU has no link to measure. Use 2 or more")
+        raise UsageError(
+            "--ranks 1: one rank on a CPU has no link to measure. Use 2 or more ranks."
+        )
     ranks = gpus * options.ranks_per_gpu if gpus and options.ranks is None else None
     largest = max(bench.sizes_flag(options.sizes or "16M"))
     start = partial(bench.start_ranks, "bandwidth", arguments, options, ranks, largest=largest)
@@ -85,14 +91,17 @@ def _check(options: Bandwidth) -> None:
         numbers = {cpu for text in options.pin.split("/") for cpu in parse_cpu_list(text)}
         if not bench.is_rank() and (missing := sorted(numbers - {*allowed_cpus()})):
             allowed = format_cpu_list(allowed_cpus())
-            raise UsageError(f"--pin {options.pin}: CPU {missing[0]} is not allowed. Use {allowed}")
+            raise UsageError(
+                f"--pin {options.pin}: this process may not use CPU {missing[0]}. The allowed CPUs "
+                f"are {allowed}."
+            )
 
 
 def _check_backend(backend: str | None, device: str) -> None:
     if backend is not None and (backend == "nccl") != (device == "cuda"):
         supported = "CUDA" if backend == "nccl" else "CPU"
         limit = f"--backend {backend} communicates {supported} tensors only"
-        raise UsageError(f"{limit}, but ranks are on {device}. Remove the flag.")
+        raise UsageError(f"{limit}, but the device is {device}. Omit --backend.")
 
 
 def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
@@ -137,7 +146,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         links.save = lambda: session.save(results())
         if world.is_first and not cases.crashed:
             session.print_ranks()
-            if backend == "gloo" == world.backend:  # shm is the default, but it was not possible
+            if backend == "gloo" == world.backend:  # the default is shm, but it is not available
                 print_note(f"note: gloo is used instead of shm: {world.reasons['backend']}")
             print_note(f"messages are sent with {backend}; 1 GB/s is 1e9 bytes per second")
 
@@ -150,8 +159,8 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         try:
             links.run()
         except Exception:
-            # torchrun, srun and mpirun do not start new ranks that continue after a crash.
-            # Therefore print the results so far.
+            # After a crash, torchrun, srun and mpirun do not start new ranks for the remaining
+            # cases. Therefore print the results so far.
             if world.is_first and not cases.restarts:
                 print_results()
                 session.save(results())
@@ -168,11 +177,11 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:
-    """Return the parts of --only. The default is all parts that apply to this world."""
+    """Return the parts of --only, or by default all parts that this world can measure."""
     if options.only is not None:
         return options.only.split(",")
     on_gpu = world.device.type == "cuda"
     parts = [part for part in PARTS if (on_gpu if part == "copies" else world.size > 1)]
     if not parts:
-        raise UsageError("one rank on a CPU has no link to measure: start 2 or more ranks")
+        raise UsageError("one rank on a CPU has no link to measure. Start 2 or more ranks.")
     return parts

@@ -1,4 +1,4 @@
-"""tutti bench collectives: the columns and formulas of nccl-tests, all backends side by side."""
+"""tutti bench collectives: compare backends, with the columns and formulas of nccl-tests."""
 
 import sys
 from dataclasses import dataclass
@@ -23,40 +23,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collectives(bench.ExpectFlags):
-    """Measure collectives, all backends in turn in one run: tutti bench collectives --ranks 2
+    """Measure the collectives of several backends in one run: tutti bench collectives --ranks 2
 
-    Columns and formulas are the same as in nccl-tests. The time of a call is its time on the
-    slowest rank, and the table shows the p50 over calls. The ratio is the time of the first backend
-    divided by the time of the backend in the row. Ranks are pinned to CPUs, and results are checked
-    bit by bit. Ctrl-C keeps the results so far.
+    The backends are timed alternately. Columns and formulas are the same as in nccl-tests. The time
+    of a call is its time on the slowest rank, and the table shows the median (p50) over calls. The
+    ratio is the time of the first backend divided by the time of the row's backend. Ranks are
+    pinned to CPUs, and results are checked bit by bit. Ctrl-C keeps the results so far.
     """
 
     ops: str = "all_reduce"
-    """Comma-separated operations, or all."""
+    """Comma-separated operations, or `all`."""
     sizes: str = "1K:64M:x4"
-    """Message sizes in bytes: a list 4,1K,64K, or a range 1K:64M:x4 (each size is 4 times the one
-    before) or 1K:16K:+1K (steps of 1K). 1K is 1024 bytes."""
+    """Message sizes in bytes: a list such as `4,1K,64K`, or a range such as `1K:64M:x4` (each size
+    is 4 times the previous one) or `1K:16K:+1K` (each size is 1K more than the previous one). `1K`
+    is 1024 bytes."""
     backends: str | None = None
-    """Comma-separated backends (default: gloo,shm on the CPU, and nccl,symmetric on CUDA). gloo,
-    shm, nccl and mpi use ordinary tensors. symmetric uses tensors in symmetric memory; one-shot,
-    two-shot and ring select its algorithm. staged copies ordinary tensors through a symmetric
-    buffer. Ratios are relative to the first backend."""
+    """Comma-separated backends (default: `gloo,shm` on the CPU, and `nccl,symmetric` on CUDA).
+    `gloo`, `shm`, `nccl` and `mpi` use ordinary tensors. `symmetric` uses tensors in symmetric
+    memory. `one-shot`, `two-shot` and `ring` are `symmetric` with a fixed algorithm. `staged`
+    copies ordinary tensors through a buffer in symmetric memory. Ratios are relative to the first
+    backend."""
     dtype: Literal[
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"
     ] = "float32"
     """Type of the elements."""
     placement: Literal["native", "in", "out", "both"] = "native"
-    """In place or out of place; native is the form that torch.distributed offers."""
+    """`in`: in place. `out`: out of place. `native`: the form that torch.distributed has for the
+    operation."""
     timing: Literal["back-to-back", "isolated", "both"] = "back-to-back"
-    """Consecutive calls as in nccl-tests, or isolated calls with a barrier before each call."""
+    """`back-to-back`: consecutive calls without a pause, as in nccl-tests. `isolated`: a barrier
+    before each call."""
     group: int = 1
-    """For each torch.distributed backend, also measure this many calls in one comm.group(). The
-    time is per call, and ratio is relative to single calls of the same backend."""
+    """If this is above 1, also measure this number of calls in one tutti.comm.group(), for each
+    torch.distributed backend. The time is per call, and the ratio is relative to single calls of
+    the same backend."""
     spread: bool = False
     """Also print min, p99 and cv (standard deviation / mean), as nccl-tests -I does. The files of
-    --json and --csv always contain these columns."""
+    --json and --csv always contain these values."""
     iterations: str = "auto"
-    """Number of timed calls of each backend and size. auto: the number that --budget allows."""
+    """Number of timed calls for each backend and size. `auto`: as many calls as --budget allows."""
     warmup: int = 20
     """Maximum number of untimed calls before the timed calls."""
     budget: float = 0.5
@@ -64,7 +69,7 @@ class Collectives(bench.ExpectFlags):
     pin: bool = True
     """Pin every rank to its own CPUs."""
     csv: OutputFile | None = None
-    """Also write the rows to this file as CSV."""
+    """Also write the rows to this CSV file."""
 
 
 def main(arguments: list[str]) -> int:
@@ -95,7 +100,7 @@ def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
         if name not in BACKENDS:
             raise UsageError(f"--backends has no {name!r}: choose from {', '.join(BACKENDS)}")
         if backends.count(name) > 1:
-            raise UsageError(f"--backends {options.backends} has {name} twice")
+            raise UsageError(f"--backends {options.backends} has {name} twice. Name it once.")
     iterations = options.iterations
     if iterations != "auto" and not (iterations.isdecimal() and int(iterations) > 0):
         raise UsageError(f"--iterations must be auto or a positive number, got {iterations}")

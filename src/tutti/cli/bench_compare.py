@@ -1,4 +1,4 @@
-"""tutti bench compare: print the differences of two bench results that exceed their spread."""
+"""tutti bench compare: print the rows of two bench results that differ by more than the spread."""
 
 import sys
 from collections import Counter
@@ -19,26 +19,28 @@ _FULL_WIDTH = 80
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare two results of a bench: tutti bench compare OLD.json NEW.json
+    """Compare two result files of the same bench: tutti bench compare OLD.json NEW.json
 
-    Rows are matched by their key fields. The ratio is new speed / old speed: above 1, the new
-    result is faster. A row counts as faster or slower if the ratio differs from 1 by more than
-    --tolerance and by more than twice the combined spread of both results.
+    Two rows are compared if they measured the same case, for example the same operation, backend
+    and message size. The ratio is new speed / old speed. A ratio above 1 means that the new result
+    is faster. A row counts as faster or slower if its ratio differs from 1 by more than --tolerance
+    and by more than twice the combined spread of both results.
     """
 
     old: Annotated[tyro.conf.Positional[InputFile], tyro.conf.arg(metavar="OLD")]
-    """A file that --json of collectives, bandwidth, symmetric or pairs wrote."""
+    """A JSON file that `collectives`, `bandwidth`, `symmetric` or `pairs` wrote with --json."""
     new: Annotated[tyro.conf.Positional[InputFile], tyro.conf.arg(metavar="NEW")]
-    """A later file of the same bench."""
+    """A JSON file of a later run of the same bench."""
     show: Literal["changed", "all"] = "changed"
     """Rows to print: rows that changed, or all rows."""
     fail_on: Literal["nothing", "slower"] = "nothing"
-    """With slower, exit with 1 if a row is slower or its result is wrong."""
+    """`slower`: exit with code 1 if a row is slower or its results are wrong. `nothing`: always
+    exit with code 0."""
     tolerance: float = TOLERANCE
-    """Two speeds count as the same if they differ by up to this fraction, because the speeds of two
-    runs are never exactly equal."""
+    """Speeds that differ by at most this fraction count as the same, because the speeds of two runs
+    are never exactly equal."""
     json: OutputFile | None = None
-    """Also write the rows to this file."""
+    """Also write the rows to this JSON file."""
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +55,9 @@ def main(arguments: list[str]) -> int:
     counts = Counter(change.verdict for change in changes)
     if set(counts) <= {"new", "gone"}:
         rows = f"{counts['gone']} in OLD alone, {counts['new']} in NEW alone"
-        raise UsageError(f"the files have no row in common ({rows}). Measure NEW with OLD's flags.")
+        raise UsageError(
+            f"the files have no row in common ({rows}). Measure NEW with the flags of OLD."
+        )
     _print([change for change in changes if options.show == "all" or change.verdict != "same"])
     print_note(", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name]))
     if options.json is not None:
@@ -64,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 def _print(changes: list[Change]) -> None:
     width = terminal_width()
-    # A narrow terminal has no space for spreads.
+    # A narrow terminal has no space for the columns of the spreads.
     columns = [f"{'old':>10}", f"{'±':>6}", f"{'new':>10}", f"{'±':>6}", f"{'ratio':>7}"]
     shown = [0, 1, 2, 3, 4] if width >= _FULL_WIDTH else [0, 2, 4]
     if changes:

@@ -1,4 +1,4 @@
-"""tutti bench pairs: measure baselines and their optimized forms in turn, and compare results."""
+"""tutti bench pairs: time baselines and optimized versions alternately, and compare results."""
 
 import math
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ _NAME_WIDTH = max(map(len, BUILTIN_PAIRS))
 class Pairs(bench.ExpectFlags):
     """Compare techniques with their baselines: tutti bench pairs --ranks 2
 
-    Both sides of a pair do the same work in turn in one process group, and their results are
-    compared. In each round, the speed-up is baseline time / optimized time. The table shows the
-    median over rounds. Its column spread shows the first and the third quartile. If a pair cannot
-    run on this machine, the output gives the reason. The exit code is 1 if results differ. Ctrl-C
-    keeps the results so far.
+    A pair is a baseline and an optimized version of the same work. Both run alternately in one
+    process group, and their results are compared. The speed-up of a round is baseline time /
+    optimized time. The table shows the median over all rounds, and in the column `spread` the first
+    and the third quartile. If a pair cannot run on this machine, the output gives the reason. The
+    exit code is 1 if results differ. Ctrl-C keeps the results so far.
     """
 
     list: bool = False
@@ -37,17 +37,17 @@ class Pairs(bench.ExpectFlags):
     only: str | None = None
     """Comma-separated names of pairs (default: all pairs, or all pairs of --file)."""
     file: InputFile | None = None
-    """A Python file with your own pairs: PAIRS = [function, …]."""
+    """A Python file that defines your own pairs in a list: `PAIRS = [function, …]`."""
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
-    """Backend of pairs that do not compare backends (auto: nccl on CUDA; gloo on the CPU, because
-    a message with gloo costs about as much as a message over a network)."""
+    """Backend of pairs that do not compare backends. `auto`: `nccl` on CUDA, and `gloo` on the CPU,
+    because a gloo message takes about as long as a message over a network."""
     rounds: int = 20
-    """Number of rounds; fewer (at least 6) if --budget is short."""
+    """Number of rounds. A short --budget reduces this number. At least 6 rounds are run."""
     budget: float = 20.0
-    """Seconds for each pair, approximately."""
+    """Approximate number of seconds for each pair."""
     quick: bool = False
-    """Use small workloads and a tenth of the budget. This checks that pairs work. The
-    measured times are not meaningful."""
+    """Use small workloads and a tenth of --budget, to check that the pairs work. The measured times
+    are not meaningful."""
     pin: bool = True
     """Pin every rank to its own CPUs."""
 

@@ -1,4 +1,4 @@
-"""tutti bench symmetric: latency of one-sided operations, and of the structures built on them."""
+"""tutti bench symmetric: latency of one-sided operations and of data structures built on them."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +18,17 @@ from tutti.world.rank_cases import Cases, start_cases
 class Symmetric(bench.RankFlags):
     """Measure symmetric memory: tutti bench symmetric --ranks 2
 
-    A latency is the time of a call from Python. In each round, the operations take turns; the table
-    shows p50 and p99 over all calls. One-way latency is half of a round trip. Rank 0 accesses the
-    memory of rank 1; only barrier, fetch_add on one counter, and all_reduce involve all ranks.
-    Results are checked. Ctrl-C keeps the results so far.
+    A latency is the time of a call from Python. The operations are timed alternately, and the table
+    shows p50 and p99 over all calls. A one-way latency is half of a round trip. Rank 0 accesses the
+    memory of rank 1. Only in the rows barrier, fetch_add on one counter, and all_reduce, all ranks
+    take part. Results are checked. Ctrl-C keeps the results so far.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = 2
-    """Number of local ranks to start, unless a launcher has started ranks."""
+    """Number of local ranks to start. Ignored under torchrun, srun or mpirun."""
     sizes: str = "1K,64K,1M,16M"
-    """Message sizes in bytes of the all-reduce rows: 1K,64K or 1K:64M:x4."""
+    """Message sizes in bytes of the all_reduce rows: a list such as `1K,64K`, or a range such as
+    `1K:64M:x4`, in which each size is 4 times the previous one."""
     budget: float = 0.2
     """Seconds for each row."""
     pin: bool = True
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
     if bench.is_rank():
         return _measure(options, sizes)
     if options.ranks is not None and options.ranks < 2:
-        raise UsageError(f"--ranks must be at least 2 for one-sided memory, got {options.ranks}")
+        raise UsageError(f"--ranks must be at least 2 for symmetric memory, got {options.ranks}")
     start = partial(bench.start_ranks, "symmetric", arguments, options, largest=max(sizes))
     return start_cases(lambda env: start(env=env))
 

@@ -1,6 +1,6 @@
-"""tutti bench tune: find the fastest path for each message size; save the table for tutti.comm.
+"""tutti bench tune: find the fastest path for each message size, and save a table for tutti.comm.
 
-A path is an implementation of a collective, such as NCCL or tutti's one-shot kernels.
+A path is an implementation of a collective: NCCL, or tutti's one-shot kernels on symmetric memory.
 """
 
 from dataclasses import asdict, dataclass
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tune(bench.RankFlags):
-    """Find the fastest path for each message size, and save the table: tutti bench tune
+    """Find the fastest all_reduce implementation for each message size: tutti bench tune
 
-    A path is an implementation of a collective. Today only all_reduce on CUDA has several paths:
-    NCCL, and one-shot kernels on symmetric memory. tutti.comm reads the table and selects the path
-    by message size. The table applies to machines of this kind with this number of ranks. If Ctrl-C
-    stops the command, no table is written.
+    On CUDA, tutti.comm has two implementations of all_reduce: NCCL, and one-shot kernels on
+    symmetric memory. This command times both and writes a table with the fastest implementation for
+    each message size. tutti.comm reads the table on machines of this kind, in worlds with this
+    number of ranks. If Ctrl-C stops the command, no table is written.
     """
 
     sizes: str = "1K:8M:x2"
-    """Message sizes in bytes: a list 1K,64K, or a range 1K:8M:x2. 1K is 1024 bytes."""
+    """Message sizes in bytes: a list such as `1K,64K`, or a range such as `1K:8M:x2`, in which each
+    size is 2 times the previous one. `1K` is 1024 bytes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the elements."""
     budget: float = 0.5
-    """Seconds for each path and size."""
+    """Seconds for each implementation and size."""
     dry_run: bool = False
     """Print the table, but write no file."""
     pin: bool = True
@@ -58,9 +59,12 @@ def _tune(options: Tune, sizes: list[int]) -> int:
         results: dict[str, Any] = {"rows": [], "table": None, "written": None, "world": about}
         if len(paths) > 1:
             return _measure(options, sizes, session, results | {"paths": list(paths)})
-        reason = f"on {device} a group of {world.size} ranks has only one path, {paths[0]}"
+        reason = (
+            f"on {device} a group of {world.size} ranks has only one all_reduce implementation, "
+            f"{paths[0]}"
+        )
         if world.is_first:
-            print_note(f"no table is needed or written: {reason}")
+            print_note(f"no table was written, because {reason}")
             if device == "cpu":
                 print_note("to compare backends: tutti bench collectives --backends gloo,shm")
             session.write({**results, "complete": True, "reason": reason})
@@ -102,10 +106,10 @@ def _measure(
     if world.is_first and sweep.stopped:
         print_note("stopped: no table was written")
     elif world.is_first and cases.crashed:
-        # The table would have no path for the size that crashed.
+        # The table would have no entry for the size that crashed.
         session.write(sweep_results())
         bench.print_failed(cases)
-        print_note("no table was written, because a size failed")
+        print_note("no table was written, because the measurement of a size failed")
     elif world.is_first:
         session.write(sweep_results() | _save_table(options, world, sweep.rows))
     wrong = bool(cases.crashed) or any(row["wrong"] for row in sweep.rows)
@@ -113,7 +117,7 @@ def _measure(
 
 
 def _save_table(options: Tune, world: "World", rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Print and save the table. Return the table and the path of its file, for JSON."""
+    """Print and save the table. Return the table and its file name, for JSON."""
     from tutti.bench.collectives.interleaved_sweep import path_measurements, smooth_choice
     from tutti.comm.path_selection import fastest, save
 
@@ -129,8 +133,8 @@ def _save_table(options: Tune, world: "World", rows: list[dict[str, Any]]) -> di
         written = str(save(table))
         print_note(f"written to {written}")
         print_note(
-            f"worlds of {world.size} ranks on machines of this kind ({table.machine}) use the "
-            "table from their next start; delete the file to return to the defaults"
+            f"new worlds of {world.size} ranks on machines of this kind ({table.machine}) use the "
+            "table. To use the defaults again, delete the file."
         )
     content = {"rows": [asdict(row) for row in table.rows], "machine": table.machine}
     return {"table": content, "written": written}

@@ -1,4 +1,4 @@
-"""tutti export: writes the weights of a run as a folder for other programs."""
+"""tutti export: writes the weights of a run into a directory, for other programs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,9 @@ from tutti.measure.units import format_bytes
 class ExportFlags:
     """Export the weights of a run: tutti export --run runs/qwen --to exported
 
-    Reads a checkpoint of any layout, one tensor at a time. For a run with --model hf:FOLDER, the
-    exported files include the configuration and the tokenizer of FOLDER, so that from_pretrained
-    can load them.
+    The checkpoint can have any layout. It is read one tensor at a time. For a run with --model
+    hf:FOLDER, the configuration and the tokenizer of FOLDER are exported too, so that
+    from_pretrained can load the exported directory.
     """
 
     run: Path
@@ -22,16 +22,16 @@ class ExportFlags:
     to: Path
     """New directory for the exported files."""
     format: Literal["safetensors", "hf", "state_dict", "adapter"] | None = None
-    """hf: a folder for from_pretrained. safetensors: the weights as safetensors files. state_dict:
-    model.pt for torch.load. adapter: only the LoRA adapter of a run with --lora, as a folder for
-    PeftModel.from_pretrained; the other formats contain the adapter merged into the weights
-    (default: hf for a run of --model hf:FOLDER, else safetensors)."""
+    """`hf`: a directory for from_pretrained. `safetensors`: the weights as safetensors files.
+    `state_dict`: model.pt for torch.load. `adapter`: only the LoRA adapter of a run with --lora, as
+    a directory for PeftModel.from_pretrained. In the other formats, the adapter is merged into the
+    weights (default: `hf` for a run with --model hf:FOLDER, else `safetensors`)."""
     checkpoint: str = "last"
-    """Checkpoint to export: last (the newest complete checkpoint), best (the checkpoint with the
-    best score of --keep-best), or the number of its step."""
+    """Checkpoint to export: `last` (the newest complete checkpoint), `best` (the checkpoint with
+    the best score, if the run was trained with --keep-best), or a step number."""
     ema: bool | None = None
-    """Export the moving average of the weights, or with --no-ema the weights themselves. Default:
-    the average if the run was trained with --ema."""
+    """Export the moving average of the weights (default if the run was trained with --ema).
+    --no-ema exports the weights without averaging."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Parses command-line flags that dataclasses define, and prints help texts and one-line errors."""
+"""Parses the flags of a command into a dataclass, and prints help texts and one-line errors."""
 
 import ast
 import contextlib
@@ -26,13 +26,13 @@ from tutti.world.errors import UsageError, checked_seconds, closest_name
 Flags = TypeVar("Flags")
 _MAX_HELP_WIDTH = 100
 _HELP_COLUMN = 26
-_TITLES = {"settings": "training"}  # section titles in the help that differ from the field name
+_TITLES = {"settings": "training"}  # titles of help sections that differ from the field name
 _PLACEHOLDERS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 @dataclass(frozen=True)
 class _PathCheck:
-    """Marks a flag whose value is a path. `parse` checks the path before the command runs."""
+    """An annotation of a flag whose value is a path. `parse` then checks the path."""
 
     check: Callable[[Path], None]  # raises OSError
     cure: str
@@ -50,10 +50,10 @@ InputPath = Annotated[Path, _PathCheck(partial(check_input, kind="any"), "Check 
 def parse(
     kind: type[Flags], program: str, arguments: Sequence[str], default: Flags | None = None
 ) -> Flags:
-    """Return the flags as a dataclass. Raise UsageError for an unknown flag or a wrong value.
+    """Parse the arguments into a dataclass. Raise UsageError for an unknown flag or a wrong value.
 
-    `default` has the values of flags that are not in `arguments`. With `default`, flags of nested
-    dataclasses need no prefix.
+    A flag that is not in `arguments` has its value in `default`. If `default` is given, flags of
+    nested dataclasses need no prefix: --lr instead of --settings.optimization.lr.
     """
     if {"-h", "--help"} & set(arguments):
         text = "\n".join(_help_lines(kind, program, default))
@@ -65,7 +65,8 @@ def parse(
     switches = optional_switches | {flag.name for flag in flags if flag.hint is bool}
     tyro_arguments: list[str] = []
     for argument in arguments:
-        # tyro needs a value after a `bool | None` flag, so --reshard becomes --reshard True.
+        # tyro needs a value after a flag of type `bool | None`, so `--reshard` is changed to
+        # `--reshard True`, and `--no-reshard` to `--reshard False`.
         name = re.sub("^--no-", "--", argument)
         if "=" in name and name.partition("=")[0] in switches:
             flag, _, value = argument.partition("=")
@@ -85,7 +86,7 @@ def parse(
 
 
 def _check_shared_flags(options: object) -> None:
-    """Check the flags that mean the same in every command, even if this run does not use them."""
+    """Check flags that have the same meaning in all commands, even if this run ignores them."""
     names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
     counts = [name for name in ("ranks", "ranks_per_gpu") if name in names]
     check_at_least(1, options, *(n for n in counts if not isinstance(getattr(options, n), str)))
@@ -106,7 +107,7 @@ def _check_shared_flags(options: object) -> None:
 
 
 def _path_check(hint: Any) -> _PathCheck | None:
-    """Return the check of a type such as OutputFile | None, or None for other types."""
+    """Return the _PathCheck in a type such as OutputFile | None, or None if there is none."""
     if isinstance(hint, _PathCheck):
         return hint
     return next((found for part in get_args(hint) if (found := _path_check(part))), None)
@@ -126,7 +127,7 @@ def check_path(flag: str, path: Path, hint: Any) -> None:
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
-    """Return the value of one flag, or None if the flag is missing. Ignore all other flags."""
+    """Return the value of one flag without parsing the others, or None if it is missing."""
     value = None
     for argument, following in pairwise([*arguments, None]):
         assert argument is not None
@@ -147,7 +148,10 @@ def check_at_least(minimum: int, options: object, *names: str) -> None:
 
 
 def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (flags, command): the flags before the first script, module or `--`, and the rest."""
+    """Split the arguments into the flags of `kind` and the command that follows them.
+
+    The command begins at the first argument that is a script, `-m`, or follows `--`.
+    """
     flags = [flag for _, section in flag_sections(kind) for flag in section]
     switches = {flag.name for flag in flags if flag.hint is bool}
     position = 0
@@ -158,7 +162,7 @@ def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[st
         if argument == "-m" or not argument.startswith("-"):
             break
         name = re.sub("^--no-", "--", argument)
-        # -n2 is the flag -n with the value 2, as in make and mpirun.
+        # -n2 means -n 2, as in mpirun.
         has_value = "=" in argument or re.fullmatch(r"-n\d+", argument)
         position += 1 if has_value or name in {*switches, "-h", "--help"} else 2
     return list(arguments[:position]), list(arguments[position:])
@@ -180,7 +184,7 @@ def split_own_flags(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str
     }
     own: list[str] = []
     others: list[str] = []
-    expects_value = False  # the next argument is the value of a flag of `kind`
+    expects_value = False  # whether the next argument is the value of a flag of `kind`
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         (own if name in names or expects_value else others).append(argument)
@@ -193,7 +197,7 @@ def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     remaining: list[str] = []
     skip_value = False
     for argument in arguments:
-        # `--lr_sweep=1` is the flag `--lr-sweep` with its value.
+        # `--lr_sweep=1` also matches the flag `--lr-sweep`.
         flag, equals, _ = argument.partition("=")
         if skip_value:
             skip_value = False
@@ -212,7 +216,7 @@ class Flag:
     """A flag or a positional argument, as shown in the help."""
 
     name: str  # such as --ranks, or OLD for a positional argument
-    usage: str  # such as "-n, --ranks INT", with aliases and a placeholder of the value
+    usage: str  # aliases, name and placeholder of the value, such as "-n, --ranks INT"
     hint: Any
     default: str  # the default value, "required", or "" if the help text explains the default
     help: str
@@ -276,7 +280,7 @@ def _placeholder(hint: Any) -> str:
 
 @cache
 def _help_texts(module: str) -> dict[str, dict[str, str]]:
-    """Return {class: {field: text}}, where text is the string below a field in the source."""
+    """Return {class: {field: help text}}. A help text is the string below a field in the source."""
     texts_by_class: dict[str, dict[str, str]] = {}
     for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(definition, ast.ClassDef):
@@ -322,20 +326,23 @@ def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:
 
 
 def _one_line(box: str, program: str, names: Sequence[str]) -> str:
-    """Return tyro's error, which is a box of several lines, as one line with the closest flag."""
+    """Return tyro's error message as one line. For an unknown flag, suggest the closest flag.
+
+    tyro prints its error message as a box of several lines.
+    """
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
-    if lines and set(lines[0]) == {"-"}:  # in ASCII, tyro underlines the title
+    if lines and set(lines[0]) == {"-"}:  # in an ASCII terminal, tyro underlines the title
         lines = ["─" if set(line) == {"-"} else line for line in lines[1:]]
     rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
     text = " ".join(line for line in lines[:rule] if line.strip("─"))
     unknown = re.match(r"Unrecognized options: (.*)", text)
     if unknown is None:
-        # If the check of a whole section failed, the message begins with the section's name.
+        # If the dataclass of a section raised the error, the message begins with the section name.
         text = re.sub(r"^Error parsing settings\.\w+: ", "", text)
         text = re.sub(r"^Error parsing (?:\w+\.)+(?=\w)", "Error parsing --", text)
         not_a_number = (
             r"^Error parsing (\S+): (?:invalid literal|could not convert) .*: (\S+)$",
-            # For an optional number, tyro lists the types that it tried.
+            # For an optional number, the message lists the types that tyro has tried.
             r"^Error parsing (\S+): no type matching \{None\}\|.*?(?:INT|FLOAT).* from "
             r"\[(.*?)\]\. Got.*$",
         )
@@ -352,11 +359,11 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
         return f"{flag!r} is not expected here. See {program} --help."
-    # Compare names without leading dashes, which would make any two flags look similar.
+    # Compare names without leading dashes, because common dashes make any two flags similar.
     bare = {name.lstrip("-"): name for name in names}
     bare_flag = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
     close = closest_name(bare_flag, bare)
-    if close is None:  # for example --sweep, a part of --lr-sweep
+    if close is None:  # find a flag that contains the word: --lr-sweep for --sweep
         close = next((name for name in bare if bare_flag in name.split("-")), None)
     cure = f"see {program} --help" if close is None else f"did you mean {bare[close]}?"
     return f"there is no flag {flag}: {cure}"

@@ -1,4 +1,4 @@
-"""tutti report: one HTML page from runs and results."""
+"""tutti report: writes one HTML page from run directories and result files."""
 
 import sys
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from tutti.world.errors import UsageError
 class Report:
     """Write one HTML page that works offline: tutti report runs/lenet-20261115-120000
 
-    The page shows loss and throughput, where the time of a step goes on every rank, which rank
-    waits for which, scaling efficiency, benchmarks, topology, environment and advice, as far as the
-    given files contain them. Several runs are shown side by side. Needs plotly and jinja2: pip
+    The page shows what the given files contain: loss and throughput, the parts of the step time on
+    every rank, which rank waits for which other rank, scaling efficiency, benchmarks, topology,
+    environment and advice. Several runs are shown side by side. Needs plotly and jinja2: pip
     install 'tutti-torch[report]'.
     """
 
@@ -25,14 +25,14 @@ class Report:
     """Run directories, output directories of tutti profile and tutti scale, or files written with
     --json."""
     out: OutputFile | None = None
-    """File for the page (default: report.html in the given directory, or in the current directory
-    for several paths)."""
+    """File for the page (default: report.html in the given directory or beside the given file; if
+    several paths are given, in the current directory)."""
 
 
 def main(arguments: list[str]) -> int:
     options = parse(Report, "tutti report", arguments)
     if not options.paths:
-        raise UsageError("tutti report needs a run directory or a result file: tutti report PATH")
+        raise UsageError("tutti report needs a run directory or a result file. Add its path.")
     first, *others = options.paths
     folder = Path() if others else first if first.is_dir() else first.parent
     out = options.out or folder / "report.html"

@@ -1,4 +1,4 @@
-"""Functions that commands share to start ranks, join a world, and write result files."""
+"""Code that several commands use to start ranks, join a world and write result files."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ class WorldFlags:
     """The flags of commands that run on several ranks."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks. auto selects CUDA if a GPU is visible."""
+    """Device of the ranks. `auto` selects CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
     """Maximum number of ranks that share one GPU."""
     start_timeout: float | None = None
@@ -32,7 +32,7 @@ class WorldFlags:
     """Seconds after which a collective fails (default: 600)."""
 
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """Return the device that auto selects on this host."""
+        """Return the device, after "auto" has been resolved on this host."""
         on_gpu = self.device == "cuda" or (self.device == "auto" and visible_gpu_count() > 0)
         return "cuda" if on_gpu else "cpu"
 
@@ -45,7 +45,7 @@ class WorldFlags:
     ) -> int:
         """Run `tutti COMMAND` as local ranks and return the exit code.
 
-        `more` has further arguments of LocalWorld.
+        `command` is the command without `tutti`. `more` has other arguments of LocalWorld.
         """
         self.check_ranks(ranks)
         print_start(command[0], ranks)
@@ -67,7 +67,7 @@ class WorldFlags:
 
 
 def print_start(command: str, ranks: int) -> None:
-    """Print that ranks are starting, if stderr is a terminal. Loading torch may take 10 s."""
+    """Print that ranks are starting, if stderr is a terminal. Importing torch may take 10 s."""
     if sys.stderr.isatty():
         count = f"{ranks} rank{'s' * (ranks != 1)}"
         print(f"tutti {command}: starting {count}", file=sys.stderr, flush=True)
@@ -75,9 +75,9 @@ def print_start(command: str, ranks: int) -> None:
 
 @contextmanager
 def usage_error_on_rank_0(world: "World") -> Iterator[None]:
-    """Handle a UsageError that every rank raises.
+    """Make only rank 0 print a UsageError that all ranks raise in the `with` block.
 
-    All ranks leave the world. Then rank 0 raises the error again, and other ranks exit with code 2.
+    All ranks close the world. Then rank 0 raises the error again, and other ranks exit with code 2.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def usage_error_on_rank_0(world: "World") -> Iterator[None]:
 
 
 def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
-    """Write the file of --json, with the schema, the command line, the environment and results."""
+    """Write the file of --json: the results, the schema, the command line and the environment."""
     content = {
         "schema": schema,
         "command": ["tutti", *sys.argv[1:]],
@@ -103,7 +103,7 @@ def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
 
 
 def write_result(flag: str, path: Path, text: str) -> None:
-    """Write a result file atomically. On failure, raise UsageError with the name of the flag."""
+    """Write a result file atomically. Raise UsageError, which names `flag`, if this fails."""
     try:
         write_atomically(path, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""tutti world: shows rank, device and backend of every rank, and the reason for each value."""
+"""tutti world: shows the host, device and backend of every rank, and the reason for each value."""
 
 import os
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ _COLUMNS = (*_LOCATION_COLUMNS, "device", "backend", "launcher", "cpus", "thread
 class ShowWorld(WorldFlags):
     """Show the host, device and backend of every rank, with the reason for each value.
 
-    Start this command as you start a training job: alone, with --ranks, or under torchrun, srun or
-    mpirun.
+    Start this command in the same way as a training job: without a launcher, with --ranks, or under
+    torchrun, srun or mpirun.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
@@ -35,8 +35,8 @@ class ShowWorld(WorldFlags):
     """Also write the rows to this JSON file."""
     ledger: tuple[int, ...] | None = None
     """Do not start ranks. Instead, show the current tutti.comm operation of running processes, and
-    the source line that called the operation. The values are process ids (default: all of your
-    processes on this host). This also works for processes that hang."""
+    the source line that called it. The values are process ids (default: all of your processes on
+    this host that use tutti.comm). This also works for processes that hang."""
 
 
 def main(arguments: list[str]) -> int:
@@ -100,7 +100,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
     """Print and return one row per process. Empty `pids` means all processes that have a ledger.
 
-    The ledger of a process records its tutti.comm operations. Other processes can read it.
+    A process records its tutti.comm operations in a ledger, which other processes can read.
     """
     from tutti.comm.ledger import processes, read_process
 
