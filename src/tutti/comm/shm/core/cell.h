@@ -4,18 +4,18 @@
  *     state (8 bytes): version << 16 | absent << 15 | rank of the writer + 1, or 0 if there is none
  *     payload, twice: version v is in copy v & 1
  *
- * A writer claims the state by compare-and-swap, writes version v + 1 into the copy that readers of
- * version v do not use, and publishes version v + 1 by a second compare-and-swap, from the state
- * that the writer claimed. So a reader of version v needs no lock, and retries only if version
+ * A writer claims the state by compare-and-swap and writes version v + 1 into the copy that readers
+ * of version v do not use. It publishes version v + 1 by a second compare-and-swap, which expects
+ * the claimed state. So a reader of version v needs no lock. The reader retries only if version
  * v + 1 was published and the writer of version v + 2 has claimed the state before the reader
- * finished its copy. A writer that is killed half-way leaves version v intact, and the next writer
- * takes over the dead writer's claim.
+ * finished its copy. A writer that is killed during a write leaves version v intact, and the next
+ * writer takes over the dead writer's claim.
  *
- * Only a process that has died may lose its claim (tutti_*_declare_dead): a live writer might still
- * be storing words into the copy that the new owner of the claim writes. Publishing by
- * compare-and-swap limits the damage if a live process is declared dead: a writer that lost its
- * claim cannot put an old version back over a newer one, and starts again.
- * tests/structures/test_structures_model.py checks both rules.
+ * Only a process that has died may lose its claim (tutti_*_declare_dead), because a live writer
+ * might still be storing words into the copy that the new owner of the claim writes. If a live
+ * process is nevertheless declared dead, the second compare-and-swap limits the damage: it fails
+ * for a writer that has lost its claim. So this writer cannot replace a newer version with an older
+ * one, and starts again. tests/structures/test_structures_model.py checks both rules.
  *
  * Why no reader returns a mixture of two versions, in terms of C11:
  *  1. Publication is a read-modify-write with release from (v - 1, writer) to (v, none). Later
@@ -23,7 +23,7 @@
  *     of any state with version v sees all of version v's payload.
  *  2. Copy v & 1 is next written by the writer of v + 2. That writer first moves the state to
  *     (v + 1, writer), then executes a release fence, then stores words. If a reader's copy
- *     contains such a word, the reader's acquire fence after the copy synchronises with that
+ *     contains such a word, the reader's acquire fence after the copy synchronizes with that
  *     release fence. So the reader's second load of the state sees (v + 1, writer) or later, and
  *     the reader retries.
  *  3. Words are relaxed 8-byte atomics: no word is torn, and there is no data race.
@@ -55,8 +55,8 @@ static inline uint64_t cell_version(uint64_t state) { return state >> TUTTI_VERS
 
 static inline uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
 
-/* Loads from shared memory: `from` is aligned to 8 bytes and padded to whole words, `to` need not
- * be. */
+/* Loads from shared memory. `from` must be aligned to 8 bytes and padded to whole words. `to` may
+ * have any alignment. */
 static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     char *out = to;
     uint64_t whole = bytes / 8;
@@ -78,7 +78,7 @@ static inline uint64_t word_at(const void *from, uint64_t word, uint64_t bytes) 
     return value;
 }
 
-/* Stores into shared memory: `to` is aligned to 8 bytes and padded to whole words. */
+/* Stores into shared memory. `to` must be aligned to 8 bytes and padded to whole words. */
 static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
     const char *in = from;
     uint64_t whole = bytes / 8;
@@ -98,7 +98,7 @@ static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
  * atomic, because C11 (and ThreadSanitizer) order accesses to one location only if all accesses
  * have the same size. */
 
-/* Returns the bytes of an element, for dtypes that words_add can add; 0 for other dtypes. */
+/* Returns the bytes of an element if words_add can add this dtype, or 0 otherwise. */
 static inline uint64_t addable_bytes(uint32_t dtype) {
     switch (dtype) {
     case TUTTI_F64:
@@ -142,8 +142,8 @@ static inline uint64_t words_add(uint64_t a, uint64_t b, uint32_t dtype) {
 
 /* ---- Cells ---- */
 
-/* Returns 1 and the version; or 0 if there is no value (then `*version` is 0, or the version of the
- * deletion); or TUTTI_OVERTAKEN. */
+/* Returns 1 and the version. If there is no value, returns 0, and `*version` is 0 or the version of
+ * the deletion. Returns TUTTI_OVERTAKEN if writers overtook every attempt. */
 static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint64_t bytes,
                             void *out, uint64_t *version, uint64_t *retries) {
     for (int attempt = 0; attempt < CELL_READ_TRIES; ++attempt) {
@@ -163,8 +163,8 @@ static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint
     return TUTTI_OVERTAKEN;
 }
 
-/* Returns 0 and the claimed state, or TUTTI_BUSY minus the rank of the writer that holds the
- * claim. */
+/* Returns 0 and the claimed state, or TUTTI_BUSY minus the rank of the writer that holds the claim.
+ * */
 static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead, uint64_t *claimed) {
     *claimed = 0;
     uint64_t seen = __atomic_load_n(state, __ATOMIC_RELAXED);
@@ -188,7 +188,7 @@ static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead
 }
 
 /* Publishes the payload that was written to cell_next(), and returns its version. Versions count
- * from 1. Returns 0 if the claim was lost; then nothing is published. */
+ * from 1. If the claim was lost, publishes nothing and returns 0. */
 static inline uint64_t cell_publish(uint64_t *state, uint64_t claimed, int present) {
     uint64_t version = cell_version(claimed) + 1;
     uint64_t next = version << TUTTI_VERSION_SHIFT | (present ? 0 : CELL_ABSENT);

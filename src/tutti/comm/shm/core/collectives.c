@@ -1,8 +1,8 @@
-/* The collectives. Each is a sequence of rounds (rounds.h), with bytes staged in shared slots.
+/* The collectives. Each collective is a sequence of rounds (rounds.h), with bytes staged in shared
+ * slots.
  *
- * Reductions combine the ranks' elements in the order of ranks, 0 to size - 1, on every path. So
- * the one-shot, two-shot and direct forms (direct.c) give the same bits, and all ranks get the same
- * bits. */
+ * All reductions combine the ranks' elements in rank order, 0 to size - 1. Therefore the one-shot,
+ * two-shot and direct (direct.c) algorithms give bitwise equal results, on all ranks. */
 #include "rounds.h"
 
 #include <inttypes.h>
@@ -103,8 +103,8 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     return 0;
 }
 
-/* Only the root has all sizes, so the other ranks read the number of rounds from the root's
- * table. */
+/* Only the root has all sizes, so the other ranks read the number of rounds from the root's table.
+ * */
 static int gather(tutti_group *g, const tutti_operation *op)
 {
     uint64_t chunk = g->slot_bytes, rounds = 1;
@@ -235,7 +235,7 @@ static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
 /* Reduce-scatter and all-gather, chunk by chunk: each rank reduces its piece of a chunk and
  * publishes the result. A round carries the results of one chunk and the inputs of the next chunk,
  * so there is one wait per chunk. A slot has space for each piece of a chunk. No peer needs this
- * rank's own piece of the input, so this rank's result is stored in the place of that piece. */
+ * rank's own piece of the input, so the space of this piece holds this rank's result. */
 static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out, uint64_t bytes)
 {
     uint64_t n = (uint64_t)g->size, me = (uint64_t)g->rank;
@@ -386,10 +386,10 @@ static int dispatch(tutti_group *g, const tutti_operation *op)
 }
 
 /* Returns whether to write results with non-temporal stores. An ordinary store to a line that is
- * in no cache first reads the line from memory. Non-temporal stores avoid this read, which is
- * faster for results too large for the caches. They are not used for results that replace memory
- * that was just read, nor between close cores (copy.c): there, non-temporal stores were measured as
- * slower, by up to a factor of two. */
+ * in no cache first reads the line from memory. Non-temporal stores avoid this read, so they are
+ * faster for results that are too large for the caches. They are not used for in-place results,
+ * whose memory was just read, nor between close cores (copy.c). In both cases, non-temporal stores
+ * were measured as slower, by up to a factor of two. */
 static bool results_are_streamed(const tutti_group *g, const tutti_operation *op)
 {
     bool in_place = op->in_parts == 1 && op->out_parts == 1 && op->in[0] == op->out[0];

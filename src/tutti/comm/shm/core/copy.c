@@ -4,10 +4,10 @@
  * on some processors is several times slower for certain distances between source and destination.
  *
  * For bytes that another CPU reads, the kind of store matters. The other CPU has read the slot's
- * cache lines before, so an ordinary store must first take each line back from that CPU. Between
- * distant cores (350 ns per round trip) this was measured as 29 ns per line (Zen 4), compared with
- * 1.9 ns for non-temporal stores. Between close cores (60 ns per round trip) ordinary stores are
- * faster. A process cannot query which case applies (a virtual machine may migrate while the
+ * cache lines before, so an ordinary store must first get each line back from that CPU. Between
+ * distant cores (350 ns per round trip), an ordinary store was measured to take 29 ns per line, and
+ * a non-temporal store 1.9 ns (Zen 4). Between close cores (60 ns per round trip), ordinary stores
+ * are faster. A process cannot query which case applies (a virtual machine may migrate while the
  * process runs), so the writer times a sample of its copies. */
 #include "internal.h"
 
@@ -21,7 +21,7 @@
 #define SAMPLED 2048 /* bytes of a timed sample; shorter copies always use ordinary stores */
 #define COPIES_PER_SAMPLE 32
 #ifndef SLOW_NS_PER_LINE
-#define SLOW_NS_PER_LINE 8 /* a sample that takes longer switches to non-temporal stores */
+#define SLOW_NS_PER_LINE 8 /* if a sample takes longer, non-temporal stores are used */
 #endif
 
 #if defined(__x86_64__)
@@ -100,9 +100,9 @@ void stream_fence(void)
 }
 #endif
 
-/* Returns whether ordinary stores to these lines are slow. The source is read first, so that only the
- * stores are timed. The sample copies the first SAMPLED bytes to their destination, so it is part
- * of the copy. */
+/* Returns whether ordinary stores to these lines are slow. The source is read first, so that only
+ * the stores are timed. The sample copies the first SAMPLED bytes to their destination. The caller
+ * then copies all bytes. */
 static bool stores_are_slow(unsigned char *to, const unsigned char *from)
 {
     for (int i = 0; i < SAMPLED; i += LINE)

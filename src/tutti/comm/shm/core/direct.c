@@ -1,16 +1,16 @@
-/* Collectives with direct access: peers read and write each other's tensors, and nothing is staged.
+/* Collectives with direct access: ranks read and write each other's tensors, without staging slots.
  *
- * In the first round every rank posts the id and offset of its tensor's memory (a block or an
+ * In the first round, every rank posts the id and offset of its tensor's memory (a block or an
  * export, exported.c). If all ranks have posted an id, each rank translates the ids and offsets to
  * addresses in its own mappings. The post (release) and the await (acquire) of that round order the
- * ranks' earlier writes to their tensors before the accesses made here. A second round, or a wait
- * for the consumed mark of all peers, orders the accesses made here before any rank returns. */
+ * ranks' earlier writes to their tensors before the direct accesses. A second round, or a wait
+ * until all peers have consumed the round, orders the direct accesses before any rank returns. */
 #include "rounds.h"
 
 #include <inttypes.h>
 
 #ifndef DIRECT_BYTES
-#define DIRECT_BYTES (4 * 1024) /* for fewer bytes staging costs less than a second wait */
+#define DIRECT_BYTES (4 * 1024) /* for fewer bytes, staging takes less time than a second wait */
 #endif
 
 /* Returns the contiguous memory of this rank that peers would access, or NULL if there is none. */

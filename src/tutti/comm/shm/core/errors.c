@@ -1,8 +1,8 @@
 /* Errors: the last error of each thread, groups that are permanently broken, and errors of peers.
  *
  * A group breaks once. The first failure's code and message are kept in the process (g->broken) and
- * published in the rank's control block (state, code, reason), so that peers report the cause and
- * not only that this rank is missing. Breaking a group wakes all sleeping threads at once. Threads
+ * published in the rank's control block (state, code, reason), so that peers report the cause,
+ * and not only that this rank is missing. Breaking a group wakes all sleeping threads. Threads
  * of this rank sleep on the futex words of peers, and threads of peers sleep on the futex words of
  * this rank, so the futex words of all ranks are incremented. A thread that is about to sleep reads
  * the futex word first and then checks g->broken and the peer's state (rounds.c, p2p.c). So either
@@ -27,8 +27,8 @@ TUTTI_API int tutti_error_code(void)
     return error_code;
 }
 
-/* The loader (jit_build.py) reads this mark from the library file, to check whether the library was
- * built from the current sources. */
+/* The loader (jit_build.py) searches the library file for this mark, to check whether the library
+ * was built from the current sources. */
 #ifndef TUTTI_SOURCE_HASH
 #define TUTTI_SOURCE_HASH "unknown"
 #endif

@@ -2,12 +2,12 @@
  * memory.
  *
  * A block is symmetric memory that all ranks of a group have agreed on and mapped beforehand
- * (tutti_group_add_block). Exported memory needs no agreement, so it suits an allocator that has no
- * access to the group, such as the allocator of DDP's buckets: a process allocates exported memory
- * alone, and peers map the memory when an operation first uses it. The id that a rank posts in an
- * operation's first round contains the file descriptor that peers open in that rank's process. The
- * rank that posts an id stays inside the operation until all peers have finished with the memory,
- * so the memory cannot be freed meanwhile. */
+ * (tutti_group_add_block). A process allocates exported memory without its peers, so an allocator
+ * that has no access to the group can use it, such as the allocator of DDP's buckets. Peers map the
+ * memory when an operation first uses it. The id that a rank posts in an operation's first round
+ * contains the file descriptor that peers open in that rank's process. The rank that posts an id
+ * stays inside the operation until all peers have finished with the memory, so the memory cannot be
+ * freed before that. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 
@@ -102,7 +102,7 @@ void free_blocks(tutti_group *g)
 
 typedef struct exported {
     uint64_t id, bytes;
-    unsigned char *memory; /* after the first cache line of the segment, which holds the id */
+    unsigned char *memory; /* follows the segment's first cache line, which holds the id */
     tutti_segment *segment;
     pid_t owner;
     struct exported *next;
@@ -227,7 +227,8 @@ int map_exported(tutti_group *g, int rank, uint64_t id, unsigned char **memory)
     exported own;
     if (rank == g->rank) {
         if (!find_export(NULL, 0, id, &own))
-            return fail(TUTTI_BAD_ARGUMENT, "exported memory was freed while an operation uses it");
+            return fail(TUTTI_BAD_ARGUMENT,
+                        "exported memory was freed while an operation was using it");
         *memory = own.memory;
         return 0;
     }
@@ -243,7 +244,7 @@ int map_exported(tutti_group *g, int rank, uint64_t id, unsigned char **memory)
         tutti_segment *segment = tutti_segment_open(pid, (int)(id & 0x7fffffff), 0);
         if (!segment || atomic_load(id_in(segment)) != id) {
             int code = segment ? fail(TUTTI_SYSTEM, "rank %d of group %s freed exported memory "
-                                      "while an operation uses it", rank, g->name)
+                                      "while an operation was using it", rank, g->name)
                                : tutti_error_code();
             tutti_segment_close(segment);
             free(found);

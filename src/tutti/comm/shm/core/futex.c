@@ -64,8 +64,8 @@ static int count_cpus(const int64_t *pids, int n)
     return count < 1 ? 1 : count;
 }
 
-/* Keeps the largest count, because a process may have groups of different sizes, and one-sided
- * waits have no list of the processes that they wait for. */
+/* Keeps the largest count over all calls, because a process may have groups of different sizes, and
+ * a one-sided wait does not know for which processes it waits. */
 void count_cpus_of(const int64_t *pids, int n)
 {
     int count = count_cpus(pids, n), known = atomic_load_explicit(&usable_cpus, memory_order_relaxed);
@@ -132,8 +132,8 @@ void futex_wait(_Atomic uint32_t *word, uint32_t seen)
 }
 
 /* The increment is a release, so a waiter that reads the new value (acquire) sees the change for
- * which it was woken. A waiter that read the old value is either not put to sleep by the kernel, or
- * woken. */
+ * which it was woken. A waiter that read the old value is either woken, or is not put to sleep by
+ * the kernel. */
 void futex_wake_all(_Atomic uint32_t *word)
 {
     atomic_fetch_add_explicit(word, 1, memory_order_release);

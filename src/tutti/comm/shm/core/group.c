@@ -179,8 +179,8 @@ TUTTI_API uint64_t tutti_group_bytes(const tutti_group *g)
     return tutti_segment_bytes(g->peers[g->rank].segment);
 }
 
-/* Called once all ranks are connected, because the time that waiters spin depends on the CPUs that
- * the ranks may use. */
+/* Called when all ranks are connected, because the number of spins of a waiter depends on the CPUs
+ * that the ranks may use. */
 static void set_spin_limits(tutti_group *g)
 {
     int64_t pids[TUTTI_MAX_RANKS];
@@ -212,7 +212,7 @@ TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd,
         tutti_segment_close(segment);
         return fail(TUTTI_SYSTEM,
                     "descriptor %d of process %" PRId64 " is not the segment of rank %d of group "
-                    "%s. All ranks must run on one host, with one version of this package.",
+                    "%s. All ranks must run on one host, with the same version of tutti.",
                     fd, pid, rank, g->name);
     }
     locate_parts(&g->peers[rank], segment, &l);

@@ -26,8 +26,8 @@ int fail_errno(const char *what);
 /* Returns 0, or the error with which every operation of this group fails from now on. */
 int group_usable(tutti_group *);
 /* Marks the group as permanently broken, for this rank and its peers, and wakes every thread that
- * waits in the group. Returns the code of the group's first failure, which may be an earlier
- * one. */
+ * waits in the group. Returns the code of the group's first failure, which may differ from
+ * `code`. */
 int break_group(tutti_group *, int code, const char *text);
 /* Returns an error if a wait for `peer` can no longer succeed, because this rank has aborted or the
  * peer's state is LEFT or BROKEN. Otherwise returns 0. With `check_alive` (a system call) also
@@ -35,7 +35,7 @@ int break_group(tutti_group *, int code, const char *text);
 int peer_error(tutti_group *, int peer, bool check_alive);
 
 /* ---- segment.c ---- */
-/* Called in a forked child, in which the thread that held the lock does not exist. */
+/* Initializes the lock in a forked child, because the thread that held it does not exist there. */
 void reset_segment_lock(void);
 /* Closes the descriptor but keeps the mapping. After this call, tutti_segment_owner_lives cannot be
  * used. */
@@ -66,16 +66,16 @@ bool pause_once(pause_state *);
 /* Like pause_once, but never sleeps. Returns false once all spins and yields are used up. */
 bool pause_awake(pause_state *, bool *should_check);
 bool alive_check_due(pause_state *, uint64_t now);
-/* Sleeps if *word is equal to `seen`, until futex_wake_all, but for at most 20 ms (a process that
- * is killed cannot wake a waiter). */
+/* If *word is equal to `seen`, sleeps until futex_wake_all is called, but for at most 20 ms,
+ * because a process that is killed cannot wake its waiters. */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen);
 void futex_wake_all(_Atomic uint32_t *word);
 
 /* ---- memory.c ---- */
 uint64_t available_memory(const char **where); /* in bytes; *where names the limit, for messages */
 /* Maps a file of shared memory and fills all page table entries. On failure returns MAP_FAILED and
- * sets errno. The creator spends more time on getting huge pages, which later mappings then
- * share. */
+ * sets errno. The creator spends more time than its peers to get huge pages, because all
+ * mappings share these pages. */
 void *map_pages(int fd, uint64_t bytes, bool creator);
 double cgroup_cpu_quota(void); /* CPUs that the cgroup allows; HUGE_VAL if there is no limit */
 
@@ -100,19 +100,19 @@ const char *reduce_name(uint32_t reduce);
 bool can_reduce(uint32_t dtype, uint32_t reduce);
 void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                   uint32_t reduce); /* out may be one of the parts */
-/* As reduce_parts, and also writes the result to `copies`, block by block while a block is in the
- * L1 cache. */
+/* Like reduce_parts, but also writes the result to `copies`, block by block, while a block is in
+ * the L1 cache. */
 void reduce_and_copy(void *out, void *const *copies, uint32_t n_copies, bool streaming,
                      const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                      uint32_t reduce);
 
-/* ---- The control block: the part of a rank's segment through which ranks synchronise ----
+/* ---- The control block: the part of a rank's segment through which ranks synchronize ----
  *
  * Writers of each word: `posted`, `fingerprint`, `offer`, `consumed`, `state`, `code` and `reason`
  * are written by the owner only. `waiters` and `p2p_waiters` are counters that every rank changes
- * by atomic read-modify-write. `futex` and `p2p_futex` are incremented by the owner, and by any
- * other rank of the group when that rank aborts or, for p2p_futex, when that rank has moved bytes
- * of a message. */
+ * by atomic read-modify-write. The owner increments `futex` and `p2p_futex`. Any other rank of the
+ * group increments both words when it aborts, and `p2p_futex` when it has moved bytes of a
+ * message. */
 enum { RUNNING = 0, LEFT = 1, BROKEN = 2 };
 
 typedef struct {
@@ -205,7 +205,7 @@ struct tutti_group {
     tutti_work *queue_head, *queue_tail;
     uint64_t collectives; /* number of calls so far; the sequence number of the last one */
 
-    /* State of the running collective; protected by `collective_runs`. */
+    /* State of the running collective. Only the thread that set `collective_runs` uses it. */
     uint64_t round, fingerprint, consumed_by_all;
     const tutti_operation *running;
     uint64_t running_sequence, running_deadline;
@@ -221,8 +221,8 @@ struct tutti_group {
 };
 
 /* ---- group.c ---- */
-/* Fails in a forked child, which does not have the group's threads and must not write to the
- * group's rings. */
+/* Fails in a forked child, because the child does not have the group's threads and must not write
+ * to the group's rings. */
 int refuse_forked_child(const tutti_group *);
 static inline unsigned char *slot_of(const tutti_group *g, int rank, uint64_t round)
 {
@@ -237,8 +237,8 @@ static inline uint64_t lane(int owner, int reader)
 }
 
 /* ---- exported.c ---- */
-/* A block is removed only while no operation uses it, so the block returned stays valid during an
- * operation. */
+/* A block is removed only while no operation uses it. Therefore the returned block stays valid
+ * during an operation. */
 const block *block_of(tutti_group *, const void *address, uint64_t bytes);
 const block *block_by_id(tutti_group *, uint64_t id);
 void free_blocks(tutti_group *);
@@ -270,12 +270,12 @@ uint64_t operation_fingerprint(const tutti_operation *);
 uint64_t hash_combine(uint64_t, uint64_t);
 tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
                         void *argument);
-/* work_end marks the operation as done. work_call_back runs its callback, with no lock held. The
- * two are separate because a callback may wait for another operation. */
+/* work_end marks the operation as done. work_call_back runs its callback, with no lock held. These
+ * are two functions, because a callback may wait for another operation. */
 void work_end(tutti_work *, int code, const char *text);
 void work_call_back(tutti_work *);
 void work_release(tutti_work *);
-bool inside_callback(void); /* the calling thread runs a callback now */
+bool inside_callback(void); /* returns whether the calling thread is running a callback */
 void wake_queue(tutti_group *);
 void stop_workers(tutti_group *);
 

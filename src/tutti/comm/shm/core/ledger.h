@@ -1,11 +1,11 @@
 /* The part of a rank's segment that tools outside the group read: header, ledger and location.
  *
  * The layout is fixed, little-endian and free of pointers, so that any program can open
- * /proc/PID/fd/FD of a memfd named "tutti-shm:GROUP" and parse it. (The owning process must not do
- * this: if it closed any descriptor of the file, it would release the lock that shows peers that
- * the owner is alive.) An entry is valid if `id` has the same value, not 0, before and after the
- * rest of the entry is read. A location is valid if `version` has the same even value before and
- * after. Numbers at the beginning of the comments on members are byte offsets. */
+ * /proc/PID/fd/FD of a memfd named "tutti-shm:GROUP" and parse it. (The owner must not do this:
+ * when a process closes any descriptor of a file, it releases its locks on the file, and peers
+ * would then consider the owner dead.) An entry is valid if `id` has the same value, not 0, before
+ * and after the rest of the entry is read. A location is valid if `version` has the same even value
+ * before and after. Numbers at the beginning of the comments on members are byte offsets. */
 #ifndef TUTTI_LEDGER_H
 #define TUTTI_LEDGER_H
 

@@ -18,7 +18,7 @@
 #endif
 
 enum { HUGE_PAGE = 2 << 20, COLLAPSE_AT_ONCE = 16 * HUGE_PAGE };
-#define COLLAPSE_NS 500000000u /* time limit for huge pages in the creator; peers have a tenth of it */
+#define COLLAPSE_NS 500000000u /* time limit for huge pages in the creator; peers: a tenth of it */
 
 /* Returns the number that follows `word` at the start of a line of a file, or UINT64_MAX if there
  * is no such number. */
@@ -53,8 +53,8 @@ static void file_of(char *full, size_t room, const char *root, const char *path,
 }
 
 /* Calls `limit_at` for the process's control group and all groups above it, and returns the lowest
- * limit. Inside a container the process's group may be mounted as the root although /proc contains
- * a longer path, so groups that do not exist are skipped. */
+ * limit. Inside a container, the process's group may be mounted as the root, although /proc
+ * contains a longer path. Therefore groups that do not exist are skipped. */
 static double lowest_limit(const controller *c, double (*limit_at)(int version, const char *root,
                                                                   const char *path))
 {
@@ -153,11 +153,12 @@ uint64_t available_memory(const char **where)
     return available;
 }
 
-/* Huge pages need one TLB entry for 2 MiB instead of 512. Shared memory gets huge pages on request
- * (MADV_COLLAPSE), and only at addresses that are multiples of their size. Therefore the address
- * range reserved is one huge page longer than the segment, and the part of the range outside the
- * segment is unmapped again. A kernel older than 6.1, or one without a free huge page, keeps small
- * pages. A kernel that first has to move pages is slow, so the request has a time limit.
+/* A huge page of 2 MiB needs one TLB entry, while small pages need 512. Shared memory gets huge
+ * pages on request (MADV_COLLAPSE), and only at addresses that are multiples of their size.
+ * Therefore the reserved address range is one huge page longer than the segment, and the part of
+ * the range outside the segment is unmapped again. If the kernel is older than 6.1 or has no free
+ * huge page, it keeps small pages. If the kernel must first move pages, the request is slow, so it
+ * has a time limit.
  *
  * The pages of the segment are already allocated. Filling the page tables here avoids page faults
  * in the first operations. */

@@ -45,8 +45,8 @@ TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double t
         if (watched && alive_check_due(&pause, now) && !tutti_segment_owner_lives(watched) &&
             atomic_load_explicit(word(signal), memory_order_acquire) < value)
             return fail(TUTTI_PEER_DIED,
-                        "the process that should raise a signal to %" PRIu64
-                        " has died. The signal is at %" PRIu64 ".",
+                        "the process that should set a signal to %" PRIu64
+                        " has died. The value of the signal is %" PRIu64 ".",
                         value, seen);
         if (now >= deadline)
             return fail(TUTTI_TIMEOUT,
@@ -56,7 +56,7 @@ TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double t
     return 0;
 }
 
-/* Waits and loads in one call, because calls from an interpreter are slow. */
+/* Waits and loads in one call, because calls from Python are slow. */
 TUTTI_API uint64_t tutti_await_word(const uint64_t *address, uint64_t at_least, double timeout_s)
 {
     tutti_wait_signal(address, at_least, timeout_s, NULL);

@@ -1,11 +1,11 @@
 /* Operations: checking arguments, work objects, and the queue of collectives of a group.
  *
- * Collectives of a group run one at a time, in the order of their calls (g->collective_runs). A
- * caller that finds the queue empty and no collective running runs its own collective at once.
+ * Collectives of a group run one at a time, in the order of their calls (g->collective_runs). If
+ * the queue is empty and no collective is running, a caller runs its own collective immediately.
  * Submitted collectives wait in the queue for a worker thread. A thread that waits for a submitted
  * collective runs the queue itself if no other thread does, which saves the switch to another
- * thread. A thread that waits with a time limit leaves the queue to the worker, because a
- * collective cannot be abandoned and takes as long as its slowest rank.
+ * thread. A thread that waits with a time limit does not run the queue, because a collective cannot
+ * be interrupted and takes as long as its slowest rank.
  *
  * A callback may wait for another operation (torch's communication hooks do). Therefore
  *   - operations are marked as done before their callbacks run,
@@ -138,7 +138,7 @@ uint64_t operation_fingerprint(const tutti_operation *operation)
         for (uint32_t i = 0; i < operation->in_parts; i++)
             hash = hash_combine(hash, operation->in_bytes[i]);
         break;
-    default: break; /* no rank has all sizes: the first round's table is used to compare them */
+    default: break; /* no rank knows all sizes; they are compared with the first round's table */
     }
     return hash ? hash : 1;
 }

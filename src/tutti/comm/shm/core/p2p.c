@@ -9,8 +9,8 @@
  * writes to the freed space.
  *
  * Messages progress independently of collectives, always with the lock of p2p_state held. A message
- * that no recv matches stays in its ring until a recv from the same sender needs the bytes behind
- * the message. Then the message is copied to an unexpected_message.
+ * that no recv matches stays in its ring until a recv from the same sender needs a later message.
+ * Then the unmatched message is copied to an unexpected_message.
  *
  * Which thread moves bytes: a thread that waits for a message moves the bytes of all messages. If
  * no thread waits, a progress thread moves them. A callback may wait for another operation.
@@ -36,7 +36,7 @@
  * waiter between the increment and the checks, the changing side between the change and the load.
  * So at least one side observes the other: either the waiter sees the change, or the changing side
  * sees the waiter in p2p_waiters. If the changing side sees the waiter, its acquire load
- * synchronises with the waiter's increment of p2p_waiters. So the changing side increments
+ * synchronizes with the waiter's increment of p2p_waiters. So the changing side increments
  * p2p_futex after the waiter's read of p2p_futex, and the kernel does not let the waiter sleep.
  * (With a relaxed load the waiter might read the new value of p2p_futex although the waiter checked
  * the rings before the change, and then sleep in spite of the change.)
@@ -81,9 +81,9 @@ typedef struct {
     tutti_work *first, *last;
 } work_list;
 
-/* What a thread does in p2p.c. A POSTER posts an operation (or aborts) and returns. A WAITER waits
- * for an operation and moves messages meanwhile. A PROGRESS_THREAD is a thread of the group that
- * moves messages when no other thread does. */
+/* The role of a thread in this file. A POSTER posts an operation (or aborts) and returns. A WAITER
+ * waits for an operation and moves messages during the wait. A PROGRESS_THREAD is a thread of the
+ * group that moves messages when no other thread does. */
 typedef enum { POSTER, WAITER, PROGRESS_THREAD } role;
 
 struct p2p_state {
@@ -186,7 +186,7 @@ static void p2p_free(p2p_state *p)
 }
 
 /* Called after bytes have moved or an operation has completed. Wakes the sleeping threads of the
- * rank that owns this control block. The fence is between the change and the load of
+ * rank that owns this control block. The fence orders this change before the load of
  * p2p_waiters. */
 static void wake_p2p(control *control)
 {
@@ -533,7 +533,7 @@ static void run_callbacks(tutti_group *g, role role)
         run_callbacks_now(g, role);
 }
 
-/* Called with the lock held, if no thread could be started to move messages: fails all messages. */
+/* Called with the lock held, if no progress thread could be started. Fails all messages. */
 static void give_up(tutti_group *g)
 {
     char text[400];
@@ -543,9 +543,9 @@ static void give_up(tutti_group *g)
 }
 
 /* Sleeps until a message moves, another thread of this rank completes an operation, or a rank
- * aborts, for at most 20 ms. Returns true, without sleeping, if there was something to do. Errors
- * are checked after the futex word was read, so an abort either is found by that check or changes
- * the word after the read. */
+ * aborts, for at most 20 ms. Returns true, without sleeping, if bytes have moved or an operation
+ * has completed. Errors are checked after the futex word was read. So an abort is either found by
+ * this check, or changes the word after the read. */
 static bool sleep_for_messages(tutti_group *g, const tutti_work *work, pause_state *pause, role role)
 {
     p2p_state *p = g->p2p;

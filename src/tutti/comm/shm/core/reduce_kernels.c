@@ -1,8 +1,8 @@
 /* Reductions of n arrays into one, with the vector instructions of this machine.
  *
  * Elements are combined in the order of the sources, for every instruction set and for every split
- * of an array. So equal sources give equal bits. The minimum and maximum of NaN and any number are
- * NaN, as in torch. */
+ * of an array. So equal sources give bitwise equal results. The minimum and maximum of NaN and any
+ * number are NaN, as in torch. */
 #include "internal.h"
 
 #include <string.h>
@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-/* Further addresses to which a result is written besides `out`. */
+/* Further addresses, besides `out`, to which a result is written. */
 typedef struct {
     void *const *to;
     uint32_t count;

@@ -2,20 +2,20 @@
  * function attribute that selects the instruction set, and NAMED(x) is a distinct name for each
  * function.
  *
- * All sources are read in one pass. They are combined in the order given, in float32 for the 16-bit
- * floats, and rounded once. `out` and an extra copy may be the memory of
- * a source, but must not overlap the memory of a source at any other offset. */
+ * All sources are read in one pass and combined in the given order. 16-bit floats are combined in
+ * float32 and rounded once. `out` and an extra copy may be the memory of a source, but must not
+ * overlap the memory of a source at any other offset. */
 
 #define BLOCK 512 /* elements: the accumulators of one block fit into the L1 cache */
-#define PAIR_BLOCK 64 /* elements if there are two sources, which need no accumulators */
+#define PAIR_BLOCK 64 /* elements, for two sources, which need no accumulators */
 
 #define SAME(x, n) (x)
 #define MEAN(x, n) ((x) / (n))
 
 /* Writes the result's bytes at offset `at` to the extra addresses, while these bytes are in the L1
- * cache. Cache lines that were read as sources are in this CPU's cache already; for such lines
- * non-temporal stores were measured as twice as slow. Non-temporal stores are faster for lines that
- * another CPU holds (copy.c). */
+ * cache. Cache lines that were read as sources are already in this CPU's cache. For such lines,
+ * non-temporal stores were measured to take twice as long. Non-temporal stores are faster for lines
+ * that another CPU holds (copy.c). */
 static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *out, uint64_t at, uint64_t bytes)
 {
     for (uint32_t p = 0; p < copies->count; p++) {
@@ -79,7 +79,8 @@ static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *o
     }
 
 /* float16 is converted to float32 and back in blocks, with the conversion instructions of the
- * processor (F16C) if it has them. bfloat16 needs only shifts, so REDUCTION converts each element. */
+ * processor (F16C) if it has them. bfloat16 needs only shifts, so REDUCTION converts each element.
+ * */
 #if defined(__x86_64__) && defined(HAS_F16C)
 static TARGET void NAMED(widen)(float *to, const uint16_t *from, uint64_t count)
 {

@@ -1,5 +1,5 @@
-/* Rounds: the protocol with which ranks exchange the bytes of collectives, and the layout of
- * staging slots.
+/* Rounds: the protocol by which ranks exchange the bytes of collectives, and the layout of staging
+ * slots.
  *
  * Rounds are numbered from 1. The numbers are the same on all ranks, because every rank derives the
  * same number of rounds from the same operation. In round k a rank
@@ -12,7 +12,7 @@
  *
  * No byte is read too early: the reader's acquire load of posted >= k reads from the peer's release
  * store of k or of a later round. So all staging of round k happens before the read. (Different
- * threads of a rank may run a group's operations one after another; the group's mutex orders these
+ * threads of a rank may run a group's operations one after another. The group's mutex orders these
  * threads.)
  *
  * No byte is overwritten too early: the slot of round k - SLOTS is written again in round k, after
@@ -27,7 +27,7 @@
  * The owner stores `posted` (or `consumed`) and then loads `waiters`. All four accesses are
  * sequentially consistent, so at least one side sees the other: either the waiter sees the new
  * round and does not sleep, or the owner sees the waiter and increments the futex word. In the
- * second case, the owner's load of `waiters` also synchronises with the waiter's increment of
+ * second case, the owner's load of `waiters` also synchronizes with the waiter's increment of
  * `waiters`, which follows the waiter's read of the futex word. So the owner increments the futex
  * word after that read, and the kernel refuses to let the waiter sleep on the old value. */
 #ifndef TUTTI_ROUNDS_H
@@ -36,7 +36,7 @@
 #include "internal.h"
 
 #define DIRECT ((uint64_t)1) /* bit of a fingerprint: this rank offers memory for direct access */
-/* Result of a wait if exactly one of this rank and the peer offers memory. */
+/* Result of a wait if only one of the two ranks, this rank or the peer, offers memory. */
 #define PATHS_DIFFER 1
 
 int enter_round(tutti_group *, uint64_t round);
@@ -108,7 +108,7 @@ static inline uint64_t chunk_bytes(uint64_t part, uint64_t i, uint64_t chunk)
     return part > i * chunk ? min_u64(part - i * chunk, chunk) : 0;
 }
 
-/* A slot begins with a table of sizes, for operations in which no rank has all sizes. */
+/* A slot begins with a table of sizes, for operations in which no rank knows all sizes. */
 static inline uint64_t *table_of(const tutti_group *g, int rank, uint64_t round)
 {
     return (uint64_t *)slot_of(g, rank, round);
@@ -125,7 +125,7 @@ static inline uint64_t lane_bytes(const tutti_group *g)
     return g->slot_bytes / (uint64_t)(g->size - 1) / LINE * LINE;
 }
 
-/* ---- direct.c: these return PATHS_DIFFER when not all ranks offer memory ---- */
+/* ---- direct.c: these functions return PATHS_DIFFER if not all ranks offer memory ---- */
 bool offer_memory(tutti_group *, const tutti_operation *);
 int direct_all_reduce(tutti_group *, const tutti_operation *);
 int direct_all_gather(tutti_group *, const tutti_operation *);

@@ -1,8 +1,8 @@
 /* Segments: a memfd that its creator maps and locks, and that peers open through /proc/PID/fd/FD.
  *
  * The lock is a POSIX record lock. The kernel releases it when the process ends for any reason, and
- * forked children do not inherit it. So "the lock is held" means "the creator is alive", even if
- * data loaders that the creator has forked outlive the creator. */
+ * forked children do not inherit it. So the lock is held exactly as long as the creator is alive,
+ * even if processes that the creator has forked (such as data loaders) live longer. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 
@@ -23,7 +23,7 @@
 #endif
 
 /* A process maps a segment once, even if several of its threads are ranks (as in the stress tests).
- * So each byte has one address per process, which race detectors need. */
+ * So each byte has one address per process, as race detectors require. */
 struct tutti_segment {
     unsigned char *base;
     uint64_t bytes;

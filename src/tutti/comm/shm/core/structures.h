@@ -30,8 +30,8 @@ tutti_rows *tutti_rows_create(void *const *bases, uint32_t size, uint32_t rank, 
 void tutti_rows_free(tutti_rows *);
 
 /* These functions return -1 on success. If an index is out of range, they return the position of
- * the first such index and change nothing. scatter_add adds every element atomically; dtype is a
- * tutti_dtype (F32, F64, I32, I64). */
+ * the first such index and change nothing. tutti_rows_scatter_add adds every element atomically.
+ * Its dtype is a tutti_dtype (F32, F64, I32 or I64). */
 int64_t tutti_rows_gather(const tutti_rows *, const int64_t *indices, uint64_t count, void *out);
 int64_t tutti_rows_scatter(const tutti_rows *, const int64_t *indices, uint64_t count,
                            const void *values);
@@ -43,8 +43,9 @@ int64_t tutti_rows_scatter_add(const tutti_rows *, const int64_t *indices, uint6
 uint64_t tutti_cell_bytes(uint64_t payload_bytes);
 /* Returns the version that was copied (0: never published), or TUTTI_OVERTAKEN. */
 int64_t tutti_rows_lookup(tutti_rows *, uint64_t index, void *out);
-/* As gather, and stores the version of each row in versions[]. A row that was never published reads
- * as zeros. A row that writers overtake is retried without limit, so call this without the GIL. */
+/* Like tutti_rows_gather, but also stores the version of each row in versions[]. A row that was
+ * never published reads as zeros. A row that writers overtake is retried without limit, so call
+ * this function without the GIL. */
 int64_t tutti_rows_lookup_many(tutti_rows *, const int64_t *indices, uint64_t count, void *out,
                                uint64_t *versions);
 /* Returns the new version, or TUTTI_BUSY - rank. */
@@ -52,13 +53,13 @@ int64_t tutti_rows_publish(tutti_rows *, uint64_t index, const void *row);
 uint64_t *tutti_rows_state(const tutti_rows *, uint64_t index); /* version << TUTTI_VERSION_SHIFT */
 uint64_t tutti_rows_lookups(const tutti_rows *); /* number of lookups through this handle */
 uint64_t tutti_rows_retries(const tutti_rows *); /* number of copies that were repeated */
-/* From now on ignores the claims of a rank whose process has died. Never call this for a live
- * process, not even for one that has left the group: a live process may still be writing
- * (cell.h). */
+/* From now on ignores the claims of a rank whose process has died. Never call this function for a
+ * live process, not even if it has left the group, because it may still be writing (cell.h). */
 void tutti_rows_declare_dead(tutti_rows *, uint32_t rank);
 
 /* ---- A hash map of uint64 keys (all but 2^64 - 1), sharded over ranks. Every rank's shard is
- * tutti_map_shard_bytes() of zeroed memory, aligned to 64. `entries` per shard is a power of 2. ---- */
+ * tutti_map_shard_bytes() of zeroed memory, aligned to 64. `entries` per shard is a power of 2.
+ * ---- */
 typedef struct tutti_map tutti_map;
 uint64_t tutti_map_shard_bytes(uint64_t entries, uint64_t value_bytes);
 tutti_map *tutti_map_create(void *const *shards, uint32_t size, uint32_t rank, uint64_t entries,
@@ -68,22 +69,22 @@ uint32_t tutti_map_owner(const tutti_map *, uint64_t key);
 /* Returns 1 if the key was found, 0 if it is absent, or TUTTI_OVERTAKEN. */
 int tutti_map_get(tutti_map *, uint64_t key, void *out);
 int tutti_map_has(const tutti_map *, uint64_t key);
-/* Returns the number of keys found. found[i] is 1 if keys[i] was found; otherwise it is 0, and the
- * value is zeros. A value that writers overtake is retried without limit, so call this without the
- * GIL. */
+/* Returns the number of keys found. found[i] is 1 if keys[i] was found. Otherwise found[i] is 0,
+ * and the value is zeros. A value that writers overtake is retried without limit, so call this
+ * function without the GIL. */
 uint64_t tutti_map_get_many(tutti_map *, const uint64_t *keys, uint64_t count, void *out,
                             uint8_t *found);
 /* Returns 1 for a new key, 0 for a replaced value, or an error: TUTTI_FULL, TUTTI_BUSY - rank, or
  * TUTTI_BAD_ARGUMENT (key 2^64 - 1). */
 int tutti_map_put(tutti_map *, uint64_t key, const void *value);
-/* As put, but adds element by element to the present value, or to zeros. dtype is as in
- * scatter_add. */
+/* Like tutti_map_put, but adds `value` element by element to the stored value, or to zeros if there
+ * is none. dtype is as in tutti_rows_scatter_add. */
 int tutti_map_add(tutti_map *, uint64_t key, const void *value, uint32_t dtype);
 /* Returns 1 if the key was deleted, 0 if it was absent, or TUTTI_BUSY - rank. The entry stays
  * reserved for the same key. */
 int tutti_map_delete(tutti_map *, uint64_t key);
-/* Stores the values if dtype < 0; otherwise adds them. Returns the number of keys written. If that
- * is less than `count`, *code is the error; otherwise *code is 0. */
+/* Stores the values if dtype < 0, and adds them otherwise. Returns the number of keys written. If
+ * this number is less than `count`, *code is the error. Otherwise *code is 0. */
 uint64_t tutti_map_put_many(tutti_map *, const uint64_t *keys, uint64_t count, const void *values,
                             int32_t dtype, int *code);
 /* Counters of a shard: keys that have a value, and claimed entries (deleted keys included). A
@@ -94,15 +95,16 @@ uint64_t tutti_map_claimed(const tutti_map *, uint32_t rank);
 uint64_t tutti_map_limit(const tutti_map *); /* entries of a shard that may be claimed */
 /* Copies up to `count` keys and values of this rank's own shard, and returns the number copied. */
 uint64_t tutti_map_collect(tutti_map *, uint64_t count, uint64_t *keys, void *values);
-/* Frees the entries of deleted keys in this rank's own shard. No rank may use the map meanwhile. */
+/* Frees the entries of deleted keys in this rank's own shard. No rank may use the map during the
+   call. */
 int tutti_map_compact(tutti_map *);
 uint64_t tutti_map_gets(const tutti_map *); /* number of gets through this handle */
 uint64_t tutti_map_hits(const tutti_map *); /* number of gets that found the key */
 uint64_t tutti_map_retries(const tutti_map *); /* number of copies that were repeated */
 void tutti_map_declare_dead(tutti_map *, uint32_t rank); /* as tutti_rows_declare_dead */
 
-/* ---- A slot: memory with one writer and a sequence number, which is odd while the slot is
- * written. ---- */
+/* ---- A slot: memory with one writer and a sequence number. The sequence number is odd while the
+ * slot is being written. ---- */
 void tutti_slot_begin(uint64_t *sequence);
 void tutti_slot_write(void *to, const void *from, uint64_t bytes); /* between begin and end */
 uint64_t tutti_slot_end(uint64_t *sequence);

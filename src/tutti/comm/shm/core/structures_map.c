@@ -6,10 +6,10 @@
  *
  * A key is stored by compare-and-swap from 0 and stays in its entry. So two ranks that insert the
  * same key use the same entry, and a probe may stop at the first free entry. A delete publishes a
- * version that is marked as absent; the entry stays reserved for the same key until
- * tutti_map_compact(). Loads and stores of the key may be relaxed, because accesses to the value are
- * ordered by the cell's state, which is stored with release and loaded with acquire. A cell that
- * contains only zeros was never published. */
+ * version that is marked as absent. The entry stays reserved for the same key until
+ * tutti_map_compact(). Loads and stores of the key may be relaxed, because accesses to the value
+ * are ordered by the cell's state, which is stored with release and loaded with acquire. A cell
+ * that contains only zeros was never published. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -54,7 +54,7 @@ tutti_map *tutti_map_create(void *const *shards, uint32_t size, uint32_t rank, u
 
 void tutti_map_free(tutti_map *map) { free(map); }
 
-/* The finaliser of splitmix64 spreads neighbouring keys over the table. */
+/* The finalizer of splitmix64. It distributes neighbouring keys over the table. */
 static inline uint64_t mix(uint64_t key) {
     key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9ull;
     key = (key ^ (key >> 27)) * 0x94d049bb133111ebull;
@@ -86,9 +86,9 @@ static uint64_t *find(const tutti_map *map, uint64_t *shard, uint64_t key, uint6
 }
 
 /* Returns the entry of a key, or NULL if the shard is full. `claimed` is incremented before the
- * entry is taken, so for a moment `claimed` may count ranks that then lose the race for an entry.
- * Therefore a rank that finds `claimed` at the limit searches again: the key may have been inserted
- * meanwhile, or a rank that lost a race may have decremented `claimed`. */
+ * entry is taken. So for a short time, `claimed` may count ranks that then lose the race for an
+ * entry. Therefore a rank that finds `claimed` at the limit searches again: another rank may have
+ * inserted the key, or a rank that lost a race may have decremented `claimed`. */
 static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t key, uint64_t hash) {
     uint64_t *claimed = shard + SHARD_CLAIMED;
     for (int attempt = 0; attempt < CLAIM_TRIES; ++attempt) {
@@ -258,7 +258,7 @@ uint64_t tutti_map_collect(tutti_map *map, uint64_t count, uint64_t *keys, void 
     for (uint64_t slot = 0; slot <= map->mask && taken < count; ++slot) {
         uint64_t *entry = entry_at(map, map->shards[map->rank], slot), version;
         uint64_t key = __atomic_load_n(entry, __ATOMIC_RELAXED);
-        int code = key ? TUTTI_OVERTAKEN : 0; /* TUTTI_OVERTAKEN: (re)try to read the cell */
+        int code = key ? TUTTI_OVERTAKEN : 0; /* TUTTI_OVERTAKEN makes the loop read the cell */
         while (code < 0)
             code = cell_read(entry + 1, entry + 2, map->value_bytes, to, &version, &map->retries);
         if (code) {
@@ -269,9 +269,9 @@ uint64_t tutti_map_collect(tutti_map *map, uint64_t count, uint64_t *keys, void 
     return taken;
 }
 
-/* The keys with a value are counted here, because `live` may be too low: a process may have been
- * killed between publishing a key and counting it. If `live` were passed to tutti_map_collect as
- * the number of keys, the last keys would be lost. */
+/* This function counts the keys with a value, because the shard's counter may be too low if a
+ * process was killed between publishing a key and counting it. With a count that is too low,
+ * tutti_map_collect would omit the last keys, and they would be lost. */
 int tutti_map_compact(tutti_map *map) {
     uint64_t *shard = map->shards[map->rank], entries = map->mask + 1, present = 0;
     for (uint64_t slot = 0; slot < entries; ++slot) {

@@ -6,8 +6,8 @@
  * writes it may contain some elements from before the write and some from after it. Plain rows are
  * accessed with relaxed atomics, in the aligned 8-byte words that contain them (or 16 bytes at
  * once, see has_wide_access). A word that a row shares with its neighbour is changed by
- * compare-and-swap. Between a write on one rank and a read on another rank, the caller needs a
- * barrier or a signal, which orders the two (release and acquire). */
+ * compare-and-swap. A barrier or a signal (release and acquire) must order a write on one rank
+ * before a read on another rank. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -148,7 +148,8 @@ static inline void load_row(char *to, const char *row, uint64_t bytes) {
     words_load(to, word, bytes);
 }
 
-/* Stores `bytes` bytes of `from` at an offset inside a word; other ranks may change the other bytes. */
+/* Stores `bytes` bytes of `from` at an offset inside a word. Other ranks may change the other bytes
+ * of the word. */
 static inline void store_in_word(uint64_t *word, uint64_t offset, const char *from, uint64_t bytes) {
     uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED), next;
     do {
@@ -203,7 +204,7 @@ int64_t tutti_rows_scatter(const tutti_rows *table, const int64_t *indices, uint
     return bad;
 }
 
-/* Adds to the bytes of a word that `mask` covers; other ranks may change the other bytes. */
+/* Adds to the bytes of a word that `mask` covers. Other ranks may change the other bytes. */
 static inline void add_to_word(uint64_t *word, uint64_t delta, uint64_t mask, uint32_t dtype) {
     if (dtype == TUTTI_I64) {
         __atomic_fetch_add(word, delta, __ATOMIC_RELAXED);
@@ -334,9 +335,9 @@ void tutti_rows_declare_dead(tutti_rows *table, uint32_t rank) {
 /* ---- Slots: a sequence lock with one writer ----
  *
  * The sequence is odd while the owner writes. begin() makes the sequence odd and executes a release
- * fence before the words are stored; end() makes the sequence even with a release store. A reader
+ * fence before the words are stored. end() makes the sequence even with a release store. A reader
  * checks the sequence (acquire), copies the words (relaxed), executes an acquire fence and checks
- * the sequence again. If the copy contains a word of a later write, the two fences synchronise, so
+ * the sequence again. If the copy contains a word of a later write, the two fences synchronize, so
  * the second check sees the odd sequence of that write's begin(), or a later value, and the copy is
  * refused. Readers store nothing in the slot, so a reader that dies blocks no process, and the
  * writer never waits. */

@@ -1,7 +1,7 @@
 // torch's backend methods, shared by the backend of one host (single_host.h) and the backend over
 // several hosts (hierarchy.h). Each method describes the memory that is read and written (Call).
-// issue() adds profiling and coalescing and passes the call to the subclass, which runs or queues
-// it.
+// issue() adds profiling and coalescing and passes the call to the subclass. The subclass runs or
+// queues the call.
 #pragma once
 
 #include <atomic>
@@ -131,7 +131,7 @@ class BackendBase : public c10d::Backend {
         return coalesce({left.begin(), left.end()});
     }
 
-    // ---- Operations. Wrong arguments raise ValueError or TypeError before anything is sent. ----
+    // ---- Operations. Wrong arguments raise ValueError or TypeError before data is sent. ----
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
         const at::Tensor& tensor = only(tensors, kAllReduce);
@@ -327,7 +327,8 @@ class BackendBase : public c10d::Backend {
         return issue(Call(kBarrier), opts);
     }
 
-    // The core's error names all ranks that have not arrived, so `wait_all_ranks` is always true.
+    // The argument `wait_all_ranks` has no effect, because the core's error always names all ranks
+    // that have not arrived.
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool) override {
         auto blocking = opts;
         blocking.asyncOp = false;
@@ -384,8 +385,8 @@ class BackendBase : public c10d::Backend {
     WorkPtr enqueue(Call&& call, uint64_t sequence, double timeout_s, const char* title) {
         auto work = submit(std::move(call), sequence, timeout_s, title);
         if (coalescing_) {
-            // If an exception leaves a coalescing block, endCoalescing() is never called. So
-            // operations that have succeeded are dropped here, in order not to keep their tensors.
+            // If an exception leaves a coalescing block, endCoalescing() is never called. Therefore
+            // operations that have succeeded are removed here, so that their tensors are freed.
             while (!coalesced_.empty() && coalesced_.front()->isCompleted() &&
                    coalesced_.front()->isSuccess())
                 coalesced_.pop_front();
@@ -394,7 +395,7 @@ class BackendBase : public c10d::Backend {
         return work;
     }
 
-    // Records the call for the profiler, with the names and metadata that traces of NCCL have.
+    // Records the call for the profiler, with the same names and metadata as NCCL traces.
     WorkPtr profiled(Call&& call, uint64_t sequence, double timeout_s, bool queued) {
         bool message = call.kind->code == TUTTI_SEND || call.kind->code == TUTTI_RECV;
         int64_t start = global_ranks_.empty() ? 0 : global_ranks_.front();
@@ -471,8 +472,8 @@ class BackendBase : public c10d::Backend {
         return issue(std::move(call), true, c10d::kUnsetTimeout);
     }
 
-    // Issues the calls make_call(0), make_call(1), ..., after all of them have been checked, and
-    // returns one Work for all of them.
+    // Issues the calls make_call(0), make_call(1), ..., after all calls have been checked. Returns
+    // one Work for all calls.
     template <class Options, class MakeCall>
     WorkPtr each(size_t count, const Kind& kind, const Options& opts, MakeCall make_call) {
         TORCH_CHECK_VALUE(count > 0, "shm ", kind.name, ": the list of tensors is empty");
@@ -521,7 +522,7 @@ class BackendBase : public c10d::Backend {
         TORCH_CHECK_VALUE(0 <= root && root < size_, "shm ", kind.name, ": root ", root,
                           " is not a rank of this group, which has ", size_, " ranks");
         TORCH_CHECK_VALUE(root_tensor == 0, "shm ", kind.name, ": rootTensor ", root_tensor,
-                          ", but shm takes one tensor per rank: use 0");
+                          " is not supported, because shm takes one tensor per rank. Use 0.");
         return static_cast<int32_t>(root);
     }
 

@@ -2,9 +2,9 @@
 //
 // The first rank of each host is its leader. A reduction runs on every host, then between the
 // leaders, and its result is broadcast on every host. So each byte crosses the network once per
-// host instead of once per rank, and all ranks get the same bits, because there is one result.
-// gather, scatter and all_to_all move each byte to one rank only: they use gloo between all ranks,
-// as one uneven all-to-all. A message uses shared memory if both ranks are on one host.
+// host instead of once per rank, and all ranks get the same result, bit by bit. gather, scatter and
+// all_to_all move each byte to only one rank, so they run as one uneven all-to-all of gloo between
+// all ranks. A message uses shared memory if both ranks are on one host.
 //
 // Collectives run one after another on a thread of the group, in the order of their calls. The
 // future of each collective is completed on a separate thread, because a callback may wait for a
@@ -20,7 +20,7 @@
 
 namespace tutti {
 
-// A collective that runs, or waits to be run, on the group's thread.
+// A collective that is queued or running on the group's thread.
 class HierarchyWork : public FutureWork {
    public:
     HierarchyWork(int rank, uint64_t sequence, Call&& call, double timeout_s, const char* title)
@@ -440,15 +440,15 @@ class HierarchicalBackend : public BackendBase {
             local(TUTTI_BROADCAST, {}, {buffer}, root);
     }
 
-    // Reduces to the leader. A mean is computed as a sum, which is divided at the end, once, by the
-    // number of ranks of the whole group.
+    // Reduces to the leader. A mean is computed as a sum here. reduce_between_hosts divides the sum
+    // by the number of ranks of the whole group.
     void local_reduce(const Call& call, Buffer in, Buffer out) {
         uint32_t reduce = call.reduce == TUTTI_AVG ? uint32_t{TUTTI_SUM} : call.reduce;
         local(TUTTI_REDUCE, {in}, leads() ? Buffers{out} : Buffers{}, 0, call.dtype, reduce);
     }
 
-    // Called by leaders only: reduces in place over the hosts. gloo cannot reduce int16 and bool,
-    // so these are converted to int32 and uint8.
+    // Called only by leaders. Reduces in place over the hosts. gloo cannot reduce int16 and bool,
+    // so these dtypes are converted to int32 and uint8.
     void reduce_between_hosts(const Call& call, Buffer buffer) {
         if (!buffer.bytes) return;
         at::Tensor tensor = as_tensor(buffer, scalar_type(call.dtype)), converted = tensor;

@@ -30,8 +30,8 @@ static void translate(std::exception_ptr pointer) {
     }
 }
 
-// Closes its group without the GIL, because closing joins threads that may be waiting for the GIL to
-// run a Python callback.
+// Closes its group without the GIL, because closing joins threads that may be waiting for the GIL
+// to run a Python callback.
 template <class Base>
 class WithoutGil : public Base {
    public:
@@ -44,7 +44,7 @@ class WithoutGil : public Base {
 };
 
 static void set_where(py::object function) {
-    // The old function is never freed: a call on another thread may be inside it.
+    // The old function is never freed, because another thread may still be calling it.
     where_hook.exchange(nullptr);
     if (function.is_none()) return;
     auto* kept = new py::object(std::move(function));

@@ -1,7 +1,7 @@
-// Call describes one operation and converts torch's tensors to the ranges of memory that the core
-// works on. Core is a table of pointers to the core's functions. The functions are looked up at run
-// time in the library file that Python has loaded with ctypes, so that Python and this module share
-// the same groups, and this module can be rebuilt without the core.
+// `Call` describes one operation and converts torch's tensors to the memory ranges that the core
+// reads and writes. `Core` is a table of pointers to the core's functions. The functions are looked
+// up at run time in the library file that Python has loaded with ctypes. So Python and this module
+// share the same groups, and this module can be rebuilt without the core.
 #pragma once
 
 #include <dlfcn.h>
@@ -45,7 +45,8 @@ inline void load_core(const std::string& path) {
     TORCH_CHECK(file, "the shared-memory core cannot be loaded: ", dlerror());
     auto find = [&](auto& function, const char* name) {
         function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(file, name));
-        TORCH_CHECK(function, path, " has no function ", name, ". The file was built from other sources.");
+        TORCH_CHECK(function, path, " has no function ", name,
+                    ". The file was built from other sources. Delete it to rebuild it.");
     };
     decltype(&tutti_abi) abi;
     find(abi, "tutti_abi");
@@ -123,8 +124,9 @@ struct Call {
     at::ScalarType scalar = at::kByte;
     // The caller's tensors, for the profiler and for result().
     c10::SmallVector<at::Tensor, 1> inputs, outputs;
-    // The caller's tensors that are not contiguous, each with the contiguous copy that replaces it
-    // during the operation. The copies are copied back when the operation is done.
+    // Pairs of a non-contiguous tensor of the caller and the contiguous copy that replaces it
+    // during the operation. When the operation is done, the copy is copied back to the caller's
+    // tensor.
     c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies;
     c10::SmallVector<at::Tensor, 1> kept;  // contiguous copies of inputs
     c10::SmallVector<void*, 4> in, out;
@@ -141,7 +143,7 @@ struct Call {
         add_out(dense.mutable_data_ptr(), dense.nbytes());
     }
 
-    // The operation works in place: it reads and writes the same memory.
+    // For operations in place, which read and write the same memory.
     void updates(const at::Tensor& tensor) {
         check(tensor);
         inputs.push_back(tensor);

@@ -1,4 +1,4 @@
-// The backend of a group whose ranks are all on one host: every call goes to the core.
+// The backend of a group whose ranks are all on one host. The core runs every operation.
 #pragma once
 
 #include "backend.h"
@@ -24,7 +24,8 @@ class ShmBackend : public BackendBase {
 
     void shutdown() override { close(true); }
 
-    // DDP allocates its buckets here when DDP_DISABLE_COMM_MEM=0. A CPU device has no index.
+    // DDP uses these two methods to allocate its buckets if DDP_DISABLE_COMM_MEM=0. A CPU device
+    // has no index.
     bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && size_ > 1; }
 
     at::Tensor allocateTensor(long size, at::TensorOptions options) override {

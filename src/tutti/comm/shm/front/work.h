@@ -1,5 +1,5 @@
-// The c10d::Work objects that operations return. They keep the tensors alive until the operation has
-// ended, whether or not the caller keeps the Work.
+// The c10d::Work objects that operations return. A Work keeps its tensors alive until the operation
+// has ended, even if the caller drops the Work.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ class Pending {
     std::atomic<int> first_failure_{TUTTI_OK};
 };
 
-// A Work whose future is created on demand, since most callers never ask for it.
+// A Work that creates its future on demand, because most callers do not use the future.
 class FutureWork : public c10d::Work {
    public:
     using c10d::Work::Work;
@@ -78,7 +78,8 @@ class FutureWork : public c10d::Work {
         return std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end());
     }
 
-    // Marks the Work as completed, then its future, whose callbacks may run in this thread.
+    // Marks the Work as completed, then completes its future. The callbacks of the future may run
+    // in this thread.
     void settle(std::exception_ptr error) {
         if (auto future = mark_completed(error)) complete(future);
     }
@@ -180,8 +181,8 @@ class ShmWork : public FutureWork {
     }
 };
 
-// One Work for several operations, completed when all of them are completed. Messages may end in
-// any order, so wait() waits for all parts.
+// One Work for several operations. It is completed when all operations are completed. Messages may
+// end in any order, so wait() waits for all parts.
 class CoalescedWork : public FutureWork {
    public:
     CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
@@ -191,8 +192,8 @@ class CoalescedWork : public FutureWork {
         left_ = parts_.size();
         if (parts_.empty()) return settle(nullptr);
         for (auto& part : parts_) {
-            // The callback keeps this object alive. The part's future drops the callback once
-            // completed.
+            // The callback keeps this object alive. The part's future deletes the callback after it
+            // has run.
             auto self = c10::intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
             part->getFuture()->addCallback([self](c10::ivalue::Future& future) {
                 self->part_ended(future.hasError() ? future.exception_ptr() : nullptr);
