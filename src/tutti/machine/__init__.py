@@ -1,1 +1,1 @@
-"""Description of this machine: devices, links between devices, NUMA nodes and NICs."""
+"""The hardware and software of a machine: devices, links, NUMA nodes, NICs and checks."""

@@ -1,4 +1,4 @@
-"""CPUs, NUMA nodes and memory of the host, and CPU affinity, ulimits and cgroup of a process."""
+"""CPUs, NUMA nodes and memory of the host; CPU affinity, ulimits and cgroup of this process."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from typing import Literal
 
 from tutti.machine.sysfs import SysFiles
 
-# None means unknown; a limit that is not set is "unlimited".
+# None means that the limit is unknown. "unlimited" means that no limit is set.
 Limit = int | Literal["unlimited"] | None
 
 _CGROUP = "/sys/fs/cgroup"
@@ -21,7 +21,7 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Cpus:
-    """The CPUs of the machine. Lists of CPUs are in the kernel's format `0-3,8`."""
+    """The CPUs of the machine. Lists of CPUs have the kernel's format "0-3,8"."""
 
     model: str | None
     packages: int | None
@@ -43,13 +43,13 @@ class NumaNode:
     memory_bytes: int | None
     free_bytes: int | None
     distances: tuple[int, ...] | None
-    """The distance to every node, in the order of node ids. The distance to the node itself is
+    """The NUMA distances to all nodes, in the order of node ids. The distance to the node itself is
     10."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the host, swap and huge pages."""
+    """Sizes of memory, swap and huge pages of the host."""
 
     total_bytes: int | None
     available_bytes: int | None
@@ -59,14 +59,14 @@ class Memory:
     hugepages_free: int | None
     hugepage_bytes: int | None
     transparent_hugepages: str | None
-    """always, madvise or never."""
+    """One of "always", "madvise" and "never"."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of this process: soft ulimits, /dev/shm and cgroup limits.
 
-    A cgroup limit is the lowest limit of the process's cgroup and the parents of that cgroup.
+    A cgroup limit is the lowest limit of the process's cgroup and of all parent cgroups.
     """
 
     memlock_bytes: Limit
@@ -91,9 +91,9 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def busy_seconds(cpus: Iterable[int], root: Path = Path("/")) -> float | None:
-    """Return the seconds in which these CPUs were not idle since boot, or None if unknown.
+    """Return the total seconds since boot in which these CPUs were not idle, or None if unknown.
 
-    Time that the hypervisor gave to other virtual machines (steal) counts as busy.
+    Time that the hypervisor gave to other virtual machines (steal time) counts as busy.
     """
     try:
         lines = (root / "proc/stat").read_text().splitlines()
@@ -102,14 +102,15 @@ def busy_seconds(cpus: Iterable[int], root: Path = Path("/")) -> float | None:
     wanted, ticks = {f"cpu{number}" for number in cpus}, 0
     for name, *values in (line.split() for line in lines if line.startswith("cpu")):
         if name in wanted:
-            # user, nice, system, idle, iowait, irq, softirq, steal; later fields are part of user
+            # The fields are user, nice, system, idle, iowait, irq, softirq and steal. The fields
+            # after `steal` are already contained in `user` and `nice`.
             user, nice, system, _, _, *interrupts = map(int, values[:8])
             ticks += user + nice + system + sum(interrupts)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Return the cgroup's CPU quota as a number of CPUs, rounded up, or None if there is none."""
+    """Return the cgroup's CPU quota as a number of CPUs, rounded up, or None without a quota."""
     cpus = _cgroup_cpus(SysFiles(root=root))
     return max(1, math.ceil(cpus)) if isinstance(cpus, int | float) else None
 
@@ -150,7 +151,7 @@ def _cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"]:
     """Return the lowest CPU quota of this process's cgroup and its parents, as a number of CPUs.
 
     cgroup v2 has one file `cpu.max` that contains `quota period` or `max period`. cgroup v1 has one
-    file for the quota and one for the period; a quota of -1 means unlimited.
+    file for the quota and one file for the period. A quota of -1 means unlimited.
     """
     quotas = []
     for directory in _cgroup_directories(files, ""):
@@ -170,14 +171,14 @@ def _cgroup_memory(files: SysFiles) -> Limit:
     v1_directories = _cgroup_directories(files, "memory")
     paths += [f"{directory}/memory.limit_in_bytes" for directory in v1_directories]
     limits = [files.number(path) for path in paths]
-    # If there is no limit, cgroup v1 writes the largest multiple of the page size below 2**63.
+    # Without a limit, the value in cgroup v1 is the largest multiple of the page size below 2**63.
     return min((n for n in limits if n is not None and n < 1 << 60), default="unlimited")
 
 
 def _cgroup_directories(files: SysFiles, controller: str) -> list[str]:
     """Return the directories of this process's cgroup and its parents.
 
-    The empty controller name "" stands for the cgroup v2 hierarchy.
+    The controller name "" selects the cgroup v2 hierarchy.
     """
     for line in (files.text("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -192,7 +193,7 @@ def _cgroup_directories(files: SysFiles, controller: str) -> list[str]:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the CPUs in a list in the kernel's format, such as `0-3,8`."""
+    """Return the CPUs in a text in the kernel's format, such as "0-3,8"."""
     cpus: list[int] = []
     for item in text.strip().split(","):
         if item:
@@ -202,7 +203,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Return a list of CPUs in the kernel's format, such as `0-3,8`."""
+    """Return CPUs as a text in the kernel's format, such as "0-3,8"."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -216,7 +217,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 def read_cpus(files: SysFiles) -> Cpus:
-    """Return the CPUs that /proc/cpuinfo and /sys/devices/system/cpu describe."""
+    """Return the CPUs as described by /proc/cpuinfo and /sys/devices/system/cpu."""
     online = files.text(f"{_CPUS}/online", "cpus.threads")
     numbers = parse_cpu_list(online or "")
     topology = [
@@ -247,7 +248,7 @@ def read_cpu_model(files: SysFiles) -> str | None:
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
-    """Return the CPUs of each NUMA node, or {0: all allowed CPUs} if /sys shows no nodes."""
+    """Return {NUMA node: CPUs of the node}, or {0: all allowed CPUs} if /sys shows no nodes."""
     nodes = {node.id: parse_cpu_list(node.cpus) for node in read_numa(SysFiles()) if node.cpus}
     return nodes or {0: allowed_cpus()}
 
@@ -301,7 +302,7 @@ def read_memory(files: SysFiles) -> Memory:
 def _parse_meminfo(text: str | None) -> dict[str, int]:
     """Return the values in a meminfo file. Sizes are converted from kB to bytes.
 
-    A line is `MemTotal: 1024 kB`, with the prefix `Node 0` in the file of a NUMA node.
+    A line has the form `MemTotal: 1024 kB`. In the file of NUMA node 0, it has the prefix `Node 0`.
     """
     found = re.findall(r"(?m)^(?:Node \d+ )?(\w+)(?:\(\w+\))?:\s+(\d+)( kB)?", text or "")
     return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}

@@ -1,7 +1,8 @@
 """Topology: how the GPUs and NICs of a host are connected, and which NICs are nearest to a GPU.
 
-Link classes have the same names as in `nvidia-smi topo -m` (NV18, PIX, PXB, PHB, NODE, SYS). The
-PCIe classes are computed from the PCI paths in /sys, so they need no GPU driver and include NICs.
+Link classes have the names of `nvidia-smi topo -m`: NV18, PIX, PXB, PHB, NODE and SYS. The PCIe
+classes are computed from the PCI paths in /sys, so they need no GPU driver and are available for
+NICs, too.
 """
 
 import re
@@ -19,7 +20,7 @@ from tutti.machine.recording import Machine
 
 Rows = Iterator[dict[str, Any]]
 
-# Ordered from near to far. In NV#, the # stands for the number of NVLinks.
+# The order is from near to far. In NV#, # is the number of NVLinks.
 LINK_CLASSES = {
     "X": "the device itself",
     "NV#": "# NVLinks in total",
@@ -41,19 +42,19 @@ class Link:
     a: str
     b: str
     link_class: str
-    """NV18, PIX, PXB, PHB, NODE, SYS or ?."""
+    """One of the keys of LINK_CLASSES, with the number of NVLinks, such as "NV18"."""
     pci_class: str
-    """The class of the PCIe path between the two devices, even if they use NVLink instead."""
+    """The class of the PCIe path between the two devices, even if they are connected by NVLink."""
     nvlinks: int
     """The number of active NVLinks between the two devices, direct or through NVSwitches."""
     nvlink_gbs: float | None
-    """Total speed of these NVLinks in one direction in 1e9 bytes/s, as reported by the driver.
-    Payload can use about 94 % of this speed."""
+    """The total speed of these NVLinks in one direction in 1e9 bytes/s, as reported by the driver.
+    The payload can use about 94 % of this speed."""
     reason: str
 
 
 class PciLocation(NamedTuple):
-    """A device's path from the PCI root complex (() if unknown) and its NUMA node."""
+    """The NUMA node of a device, and its path from the PCI root complex (() if unknown)."""
 
     path: tuple[str, ...]
     numa_node: int | None
@@ -70,17 +71,17 @@ def pci_location(machine: Machine, device: "Accelerator | Interface") -> PciLoca
 
 
 def pci_class(a: PciLocation, b: PciLocation, numa_nodes: int) -> tuple[str, str]:
-    """Return the class of the PCIe path between two devices, and the reason for the class.
+    """Return (class of the PCIe path between two devices, reason for the class).
 
-    A path lists the root complex, a root port, the upstream port and a downstream port of each
-    switch, and finally the device. Two devices below one switch share the path up to the switch's
-    upstream port. After this port, each path has a downstream port and the device. Therefore the
-    class is PIX if the paths differ in at most two entries.
+    A path contains the root complex, a root port, the upstream port and one downstream port of each
+    switch, and the device. Two devices below one switch share the path up to the upstream port of
+    the switch. After this port, each path has two more entries: a downstream port and the device.
+    Therefore the class is PIX if the paths differ in at most two entries.
     """
     if not a.path or not b.path:
         return "?", "/sys does not show the PCI path of a device"
     if a.path[0] == b.path[0]:
-        # PCI devices form a tree: if two paths share an entry, they share all entries before it.
+        # PCI devices form a tree, so two paths that share an entry share all entries before it.
         shared = sum(x == y for x, y in zip(a.path, b.path, strict=False))
         if shared == 1:
             return "PHB", f"both are on root complex {a.path[0]}, without a common bridge"
@@ -99,15 +100,15 @@ def pci_class(a: PciLocation, b: PciLocation, numa_nodes: int) -> tuple[str, str
 
 
 def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None, str]:
-    """Return (number of active NVLinks between two GPUs, speed, description of the path).
+    """Return (number of active NVLinks between two GPUs, total speed, description of the path).
 
-    The speed is the total of one direction in GB/s, or None if the speed of a link is unknown.
+    The speed is that of one direction in GB/s, or None if the speed of a link is unknown.
     """
     direct = [link for link in a.active_nvlinks if link.peer_kind == "gpu"]
     direct = [link for link in direct if link.peer_pci and link.peer_pci == b.pci_address]
     if direct:
         return len(direct), _total_speed(direct), f"{len(direct)} NVLinks"
-    # NVSwitches connect all GPUs. The GPU with fewer links to the switches limits the pair.
+    # NVSwitches connect all GPUs. The GPU with fewer links to the switches limits the speed.
     links = [[x for x in gpu.active_nvlinks if x.peer_kind == "switch"] for gpu in (a, b)]
     count = min(map(len, links))
     if not count:
@@ -127,7 +128,7 @@ def _total_speed(links: Sequence[NvLink]) -> float | None:
 
 @dataclass(frozen=True)
 class Interface:
-    """An RDMA device with its ports, a network interface, or a device that is both."""
+    """A NIC: an RDMA device with its ports, a network interface, or both."""
 
     id: str
     """NIC0, NIC1, …, in the same order as in nvidia-smi."""
@@ -148,7 +149,8 @@ class Interface:
 
     @property
     def state(self) -> str:
-        """ACTIVE, DOWN, … for an RDMA device; up or down for a network interface."""
+        """The port states ("ACTIVE", "DOWN", …) of an RDMA device, else the interface state ("up",
+        "down", …)."""
         if self.ports:
             return "/".join(port.state or "unknown" for port in self.ports)
         return (self.netdev.state if self.netdev else None) or "unknown"
@@ -205,7 +207,7 @@ class Topology:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The link of every pair of devices. Each pair is listed once; pairs of GPUs come first."""
+        """The links of all pairs of devices. Each pair is listed once. Pairs of GPUs come first."""
         links = [self._link(a, b) for a, b in combinations(self.devices, 2)]
         return tuple(sorted(links, key=lambda link: (link.a[:3], link.b[:3])))
 
@@ -231,13 +233,14 @@ class Topology:
         return {frozenset((link.a, link.b)): link.link_class for link in self.links}
 
     def link_class(self, a: str, b: str) -> str:
-        """Return the class of the link between two device ids, or X if the ids are equal."""
+        """Return the class of the link between two device ids, or "X" if the ids are equal."""
         return "X" if a == b else self._classes[frozenset((a, b))]
 
     def near_nics(self, gpu: Accelerator) -> tuple[Interface, ...]:
-        """Return the interfaces nearest to a GPU.
+        """Return the interfaces with the nearest link class to a GPU.
 
-        If the host has RDMA devices, only RDMA devices are considered.
+        If the host has RDMA devices, only RDMA devices are considered. Interfaces at other NUMA
+        nodes are not near.
         """
         candidates = [nic for nic in self.interfaces if nic.ports] or list(self.interfaces)
         classes = {nic.id: self.link_class(f"GPU{gpu.index}", nic.id) for nic in candidates}
@@ -246,7 +249,7 @@ class Topology:
         return tuple(nic for nic in candidates if classes[nic.id] == nearest)
 
     def near_gpus(self, nic: Interface) -> tuple[Accelerator, ...]:
-        """Return the GPUs for which this interface is one of the nearest."""
+        """Return the GPUs for which this interface is one of the nearest interfaces."""
         return tuple(gpu for gpu in self.gpus if nic in self.near_nics(gpu))
 
     # --- the rows of `tutti topo --json` ---------------------------------------------------------
@@ -263,7 +266,7 @@ class Topology:
         return {name: [host | row for row in rows_of_host] for name, rows_of_host in rows.items()}
 
     def _cpu_rows(self) -> Rows:
-        """Yield one row for each NUMA node with CPUs, or one row if the NUMA nodes are unknown."""
+        """Yield one row per NUMA node with CPUs, or a single row if the NUMA nodes are unknown."""
         machine = self.machine
         memory = machine.memory.total_bytes
         whole_machine = NumaNode(0, machine.cpus.allowed, memory, None, distances=None)

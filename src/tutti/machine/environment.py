@@ -1,6 +1,6 @@
-"""Software of a host: kernel, container, versions and allow-listed environment variables.
+"""The software of a host: kernel, container, versions and allow-listed environment variables.
 
-`describe_environment()` returns the `environment` entry of every JSON result.
+`describe_environment()` returns the value of `environment` in every JSON result.
 """
 
 import contextlib
@@ -72,13 +72,13 @@ def _package_version(name: str) -> str | None:
 
 
 def boot_id() -> str:
-    """Return the kernel's random boot id, which is the same in all containers of a machine."""
+    """Return the kernel's random boot id. It is the same in all containers of a machine."""
     return SysFiles().text("/proc/sys/kernel/random/boot_id") or "unknown"
 
 
 # --- environment variables -----------------------------------------------------------------------
 
-# Variables with a misspelt prefix are recorded too, so that the check env.misspelt can find them.
+# Variables with a misspelt prefix are also recorded, so that the check `env.misspelt` finds them.
 _MISSPELT = re.compile("(NC+L+|NCC|NNCCL|GLO+|OPM|TROCH|TOCH)_", re.IGNORECASE)
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
@@ -96,7 +96,7 @@ def read_variables() -> dict[str, str]:
 
 
 def read_nccl_conf(files: SysFiles) -> dict[str, dict[str, str]]:
-    """Return the settings in NCCL's configuration files, keyed by file."""
+    """Return {path: settings} of NCCL's configuration files."""
     found = {}
     for path in ("/etc/nccl.conf", str(Path.home() / ".nccl.conf")):
         lines = re.findall(r"(?m)^\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", files.text(path) or "")
@@ -106,7 +106,7 @@ def read_nccl_conf(files: SysFiles) -> dict[str, dict[str, str]]:
 
 
 def read_versions(files: SysFiles) -> dict[str, str]:
-    """Return the versions of Python, packages, CUDA, NCCL and driver, without importing torch."""
+    """Return the versions of Python, packages, CUDA, NCCL and the driver. torch is not imported."""
     names = ("tutti", "torch", "numpy", "nvidia-ml-py", "triton", "mpi4py")
     found = {"python": platform.python_version()} | {name: _package_version(name) for name in names}
     found["nccl"] = _package_version("nvidia-nccl-cu13") or _package_version("nvidia-nccl-cu12")
@@ -128,7 +128,7 @@ def read_versions(files: SysFiles) -> dict[str, str]:
 
 
 def read_name_resolution() -> str:
-    """Return the kind of address that the hostname resolves to.
+    """Return the kind of address to which the hostname resolves.
 
     The kinds are "loopback", "outside" (any other address) and "nothing" (the name cannot be
     resolved). The address itself is not recorded.
@@ -137,7 +137,7 @@ def read_name_resolution() -> str:
         found = socket.getaddrinfo(platform.node(), None, type=socket.SOCK_STREAM)
     except OSError:
         return "nothing"
-    # gloo uses the first address, so only the first address matters.
+    # Check only the first address, because gloo uses the first address.
     first = str(found[0][4][0]).partition("%")[0]
     return "loopback" if ipaddress.ip_address(first).is_loopback else "outside"
 
@@ -152,9 +152,9 @@ def read_product(files: SysFiles) -> str | None:
 
 
 def read_virtualisation(files: SysFiles) -> str | None:
-    """Return the name of the hypervisor, or "none" if the machine is not virtual.
+    """Return the name of the hypervisor, "none" if the machine is not virtual, or None if unknown.
 
-    On x86, a CPU flag shows whether the machine is virtual.
+    On x86, the CPU flag `hypervisor` shows whether the machine is virtual.
     """
     flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
@@ -171,7 +171,7 @@ def read_virtualisation(files: SysFiles) -> str | None:
 def read_container(files: SysFiles) -> str:
     """Return the kind of container, or "none".
 
-    Container engines are recognised by the files and environment variables that they set.
+    A container engine is recognised by the files that it creates and the variables that it sets.
     """
     if engine := files.text("/run/systemd/container"):
         return engine
@@ -188,7 +188,7 @@ def read_container(files: SysFiles) -> str:
 
 
 def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
-    """Return the kernel parameters about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
+    """Return the kernel parameters that concern IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
     text = files.text("/proc/cmdline", "kernel_parameters")
     if text is None:
         return None
@@ -197,7 +197,7 @@ def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
 
 
 def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
-    """Return the loaded kernel modules that drive GPUs and RDMA NICs."""
+    """Return the loaded kernel modules for GPUs and RDMA NICs."""
     text = files.text("/proc/modules", "kernel_modules")
     if text is None:
         return None
@@ -206,7 +206,7 @@ def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
 
 
 def read_sysctls(files: SysFiles) -> dict[str, str]:
-    """Return the kernel settings about TCP buffers, ports, NUMA balancing and memory."""
+    """Return the sysctl values that concern TCP buffers, ports, NUMA balancing and memory."""
     names = RECORDED_NAMES["kernel"]["sysctls"].split()
     values = {name: files.text(f"/proc/sys/{name.replace('.', '/')}") for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value is not None}
@@ -222,7 +222,7 @@ def read_iommu_groups(files: SysFiles) -> int | None:
 
 @dataclass(frozen=True)
 class Xid:
-    """An error that the NVIDIA driver wrote to the kernel log."""
+    """An Xid error: a GPU error that the NVIDIA driver has written to the kernel log."""
 
     pci_address: str
     code: int
@@ -246,7 +246,7 @@ def read_xids(files: SysFiles) -> tuple[Xid, ...] | None:
             while True:
                 try:
                     record = log.read(1 << 14)
-                except BrokenPipeError:  # the record was overwritten, so the next record is read
+                except BrokenPipeError:  # the record was overwritten; read the next record
                     continue
                 if not record:
                     return tuple(found)

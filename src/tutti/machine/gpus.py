@@ -1,4 +1,4 @@
-"""GPUs of this host: state, links and peer access from NVML, and the GPUs that CUDA can use."""
+"""GPUs of this host: state, links and peer access from NVML, and the number of visible GPUs."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ class NvLink:
 
     @property
     def errors(self) -> dict[str, int]:
-        """The error counters that are not zero, by kind of error."""
+        """{kind of error: count} for all counts that are not zero."""
         counts = {
             "replay": self.replay_errors,
             "recovery": self.recovery_errors,
@@ -43,15 +43,16 @@ class NvLink:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks in MHz and the driver's reasons for lowering them."""
+    """Clock rates in MHz, and the driver's reasons for reducing the clock rates."""
 
     sm_mhz: int | None
     memory_mhz: int | None
     max_sm_mhz: int | None
     max_memory_mhz: int | None
     throttle: tuple[str, ...] | None
-    """Any of idle, application_clocks, sw_power_cap, hw_slowdown, sync_boost, sw_thermal,
-    hw_thermal, hw_power_brake, display; () if the clocks are not lowered."""
+    """Any of "idle", "application_clocks", "sw_power_cap", "hw_slowdown", "sync_boost",
+    "sw_thermal", "hw_thermal", "hw_power_brake" and "display"; () if the clock rates are not
+    reduced."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Ecc:
 
     enabled: bool | None
     pending: bool | None
-    """The value of `enabled` after the next reset."""
+    """The value that `enabled` will have after the next GPU reset."""
     volatile_corrected: int | None
     volatile_uncorrected: int | None
     aggregate_corrected: int | None
@@ -78,7 +79,7 @@ class Ecc:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU, as the driver and /sys describe it."""
+    """One GPU, as described by the driver and /sys."""
 
     index: int
     name: str
@@ -86,7 +87,7 @@ class Accelerator:
     pci_address: str | None
     numa_node: int | None
     cpus: str | None
-    """The CPUs of the GPU's NUMA node, as a list such as 0-3,8."""
+    """The CPUs of the GPU's NUMA node, in the format "0-3,8"."""
     memory_bytes: int | None
     used_bytes: int | None
     bar1_bytes: int | None
@@ -98,7 +99,8 @@ class Accelerator:
     nvlinks: tuple[NvLink, ...] | None
     """The NVLinks; () if the GPU has none."""
     fabric_state: str | None
-    """State of the NVSwitch fabric: not_supported, not_started, in_progress or completed."""
+    """The state of the NVSwitch fabric: "not_supported", "not_started", "in_progress" or
+    "completed"."""
     fabric_healthy: bool | None
     clocks: Clocks
     temperature_c: int | None
@@ -108,11 +110,11 @@ class Accelerator:
     default_power_limit_w: float | None
     ecc: Ecc
     recovery_action: str | None
-    """none, gpu_reset, node_reboot, drain_p2p or drain_and_reset."""
+    """One of "none", "gpu_reset", "node_reboot", "drain_p2p" and "drain_and_reset"."""
     persistence: bool | None
     mig: bool | None
     compute_mode: str | None
-    """default, exclusive_process or prohibited."""
+    """One of "default", "exclusive_process", "exclusive_thread" and "prohibited"."""
 
     @property
     def active_nvlinks(self) -> list[NvLink]:
@@ -124,8 +126,8 @@ class Accelerator:
 class PeerAccess:
     """Whether GPU `src` can access the memory of GPU `dst`.
 
-    The values are the same as in `nvidia-smi topo -p2p r`: OK if access is possible, otherwise a
-    code for the reason (CNS, GNS, TNS, DR, NS or U), which checks/known_errors.toml explains.
+    The values are those of `nvidia-smi topo -p2p r`. "OK" means that access is possible. The other
+    values (CNS, GNS, TNS, DR, NS and U) are reasons, which checks/known_errors.toml explains.
     """
 
     src: int
@@ -135,14 +137,17 @@ class PeerAccess:
     nvlink: str | None
     atomics: str | None
     driver_class: str | None
-    """The driver's class of the PCIe path: PIX, PXB, PHB, NODE or SYS."""
+    """The class of the PCIe path that the driver reports: PIX, PXB, PHB, NODE or SYS."""
 
 
 # --- GPUs that are visible to CUDA ---------------------------------------------------------------
 
 
 def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
-    """Return the number of GPUs that CUDA sees with the variables `env`. torch is not imported."""
+    """Return the number of GPUs that CUDA sees with the environment variables `env`.
+
+    torch is not imported.
+    """
     env = os.environ if env is None else env
     with nvml() as library:
         if library is not None:
@@ -163,7 +168,7 @@ def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
 
 
 def numa_node_of_gpu(pci_address: str) -> int | None:
-    """Return the NUMA node of the PCI device at an address, or None if the node is unknown."""
+    """Return the NUMA node of the GPU at a PCI address, or None if the node is unknown."""
     return SysFiles().numa_node(f"/sys/bus/pci/devices/{pci_address.lower()}")
 
 
@@ -171,7 +176,7 @@ def numa_node_of_gpu(pci_address: str) -> int | None:
 def nvml(reasons: dict[str, str] | None = None) -> Iterator[Any]:
     """Yield the initialised NVML library, or None if nvidia-ml-py or the driver is missing.
 
-    If NVML is not available, the reason is added to `reasons` under the key "accelerators".
+    If NVML is not available, the reason is stored as `reasons["accelerators"]`.
     """
     reason = ""
     try:
@@ -195,7 +200,7 @@ def nvml(reasons: dict[str, str] | None = None) -> Iterator[Any]:
 
 # --- all GPUs of the host, from NVML -------------------------------------------------------------
 
-# Constants of the NVML interface. Older nvidia-ml-py versions do not define names for some of them.
+# Constants of the NVML interface. Some of them have no name in older versions of nvidia-ml-py.
 _SM, _MEMORY = 1, 2
 _THROTTLE = (  # in bit order, lowest bit first
     "idle",
@@ -220,10 +225,11 @@ _NVLINK_SPEED_FIELD = 164
 
 @dataclass(frozen=True)
 class _Query:
-    """Calls NVML functions for one GPU, NVLink or pair of GPUs, which `handles` identifies.
+    """Calls NVML functions. `handles` identifies the GPU, the NVLink or the pair of GPUs.
 
-    If a call fails, it returns None and records NVML's reason in `unknown` for each field that the
-    call would have set. `names` lists these fields, separated by spaces, as paths below `field`.
+    If an NVML call fails, the result is None, and NVML's reason is stored in `unknown` for each
+    field that the call would have set. The argument `names` lists these fields, separated by
+    spaces, as paths below `field`.
     """
 
     library: Any
@@ -246,13 +252,13 @@ class _Query:
             return getattr(self.library, f"nvmlDeviceGet{function}")(*self.handles, *arguments)
         except AttributeError:
             self.note(names, f"this nvidia-ml-py has no nvmlDeviceGet{function}")
-        except Exception as error:  # the errors of the bindings have no common base class
+        except Exception as error:  # the exceptions of nvidia-ml-py have no common base class
             message = str(error).partition("\n")[0].partition(". ")[0]
             self.note(names, f"NVML {function}: {message}")
         return None
 
     def enum(self, name: str, words: dict[int, str], function: str, *arguments: Any) -> Any:
-        """Return the entry of `words` for the number that an NVML function returns."""
+        """Call an NVML function that returns a number, and return the number's entry in `words`."""
         number = self(name, function, *arguments)
         if number is not None and number not in words:
             self.note(name, f"NVML {function} returned {number}")
@@ -266,7 +272,7 @@ class _Query:
         if values[0].nvmlReturn != 0:
             self.note(name, f"NVML field {number}: error {values[0].nvmlReturn}")
             return None
-        # Value types 2 and 3 are 64 bits wide; the other integer types are 32 bits wide.
+        # Value types 2 and 3 have 64 bits. The other integer types have 32 bits.
         wide = values[0].valueType in (2, 3)
         return int(values[0].value.ullVal if wide else values[0].value.uiVal)
 
@@ -274,10 +280,10 @@ class _Query:
 def read_accelerators(
     files: SysFiles, pci: tuple[PciDevice, ...], versions: dict[str, str]
 ) -> tuple[tuple[Accelerator, ...], tuple[PeerAccess, ...]]:
-    """Return all GPUs of this host, and the peer access of each pair of GPUs.
+    """Return (all GPUs of this host, peer access of each pair of GPUs).
 
-    GPUs that CUDA_VISIBLE_DEVICES hides are included. The function adds two entries to `versions`:
-    the driver version, and the newest CUDA version that the driver supports.
+    GPUs that CUDA_VISIBLE_DEVICES hides are included. The driver version and the newest CUDA
+    version that the driver supports are added to `versions`.
     """
     with nvml(files.unknown) as library:
         if library is None:
@@ -290,7 +296,7 @@ def read_accelerators(
         host = _Query(library, files.unknown, "", ())
         for index in range(host("accelerators", "Count") or 0):
             handle = host(f"accelerators[{index}]", "HandleByIndex", index)
-            if handle is not None:  # a GPU that fell off the bus has no handle
+            if handle is not None:  # a GPU that has fallen off the PCI bus has no handle
                 handles[index] = handle
         devices = {device.address: device for device in pci}
         accelerators = tuple(
@@ -371,7 +377,7 @@ def _flag(value: int | None) -> bool | None:
 
 
 def _pci_address(info: Any) -> str | None:
-    """Return the PCI address in the kernel's format 0000:18:00.0 (NVML: 00000000:18:00.0)."""
+    """Return the PCI address in the kernel's format, 0000:18:00.0 (NVML: 00000000:18:00.0)."""
     if info is None:
         return None
     text = info.busId if isinstance(info.busId, str) else info.busId.decode()
@@ -384,7 +390,7 @@ def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
     no_such_link = (library.NVML_ERROR_INVALID_ARGUMENT, library.NVML_ERROR_NOT_SUPPORTED)
     links: list[NvLink] = []
     for index in range(library.NVML_NVLINK_MAX_LINKS):
-        # NVML does not report the number of links, so the list ends at the first invalid index.
+        # NVML does not report the number of NVLinks, so stop at the first invalid index.
         try:
             active = bool(library.nvmlDeviceGetNvLinkState(*gpu.handles, index))
         except library.NVMLError as error:
@@ -410,7 +416,7 @@ def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
 
 
 def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
-    """Return the state and health of the NVSwitch fabric."""
+    """Return (state of the NVSwitch fabric, whether the fabric is healthy)."""
     names = "fabric_state fabric_healthy"
     if not hasattr(query.library, "c_nvmlGpuFabricInfoV_t"):
         query.note(names, "this nvidia-ml-py has no nvmlDeviceGetGpuFabricInfoV")
@@ -419,7 +425,7 @@ def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
     if query(names, "GpuFabricInfoV", ctypes.byref(info)) is None:
         return None, None
     # healthMask has two bits for each of these conditions: degraded bandwidth, route recovery,
-    # unhealthy route and access timeout. The value is 0 (not reported), 1 (true) or 2 (false).
+    # unhealthy route and access timeout. The two bits are 0 (not reported), 1 (true) or 2 (false).
     bits = [info.healthMask >> shift & 3 for shift in (0, 2, 4, 6)]
     state = _FABRIC_STATES.get(info.state, str(info.state))
     if not any(bits):

@@ -1,7 +1,7 @@
-"""Peak speeds of accelerators and links, and published measurements, in hardware_catalogue.toml.
+"""Peak speeds of accelerators and links, and published measurements, from hardware_catalogue.toml.
 
-Every figure has a source. A value that is not in the catalogue is None, because a guess would
-falsify all figures that are derived from it.
+Every figure has a source. A value that is not in the catalogue is None. It is not estimated,
+because a wrong estimate would falsify all results that are derived from it.
 """
 
 import tomllib
@@ -16,24 +16,24 @@ from tutti.measure.units import parse_size
 class AcceleratorSpec:
     """One accelerator model.
 
-    Peaks are in TFLOP/s without sparsity. Link bandwidths are in GB/s in one direction.
+    Peak speeds are in TFLOP/s without sparsity. Link bandwidths are in GB/s in one direction.
     """
 
-    name: str  # a part of the name that the driver reports
+    name: str  # a part of the device name that the driver reports
     source: str
-    bf16: float  # the peak of bf16 and of fp16
+    bf16: float  # the peak speed of bf16 and of fp16
     fp32: float
     tf32: float | None = None
     memory_tbs: float | None = None
     scale_up: str | None = None  # the links between the devices of a node
     scale_up_gbs: float | None = None
     host_link: str | None = None
-    without: tuple[str, ...] = ()  # a name with one of these parts is another model
+    without: tuple[str, ...] = ()  # a device name that contains one of these is another model
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """One kind of link: its specified speed and the speed that programs reach, in GB/s."""
+    """One kind of link, with its specified speed and the speed that programs reach, in GB/s."""
 
     name: str
     gbs: float
@@ -45,7 +45,7 @@ class LinkSpec:
 class Figure:
     """A published measurement."""
 
-    devices: tuple[str, ...]  # names of accelerators
+    devices: tuple[str, ...]  # names of accelerators in the catalogue
     op: str
     bytes: int
     gbs: float
@@ -65,13 +65,13 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """Return the content of hardware_catalogue.toml. Raises an error if the file is wrong."""
+    """Return the content of hardware_catalogue.toml. Raises an exception if the file is invalid."""
     content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     for row in content["accelerator"]:
         row["without"] = tuple(row.get("without", ()))
     for row in content["figure"]:
         row["devices"] = tuple(row["devices"])
-        # A row without `bytes` is from a source that only says that messages were large.
+        # A row has no `bytes` if its source says that messages were large, but not how large.
         row["bytes"] = parse_size(row.get("bytes", "64M"))
     return Catalogue(
         accelerators=tuple(AcceleratorSpec(**row) for row in content["accelerator"]),
@@ -81,7 +81,10 @@ def catalogue() -> Catalogue:
 
 
 def accelerator(device_name: str) -> AcceleratorSpec | None:
-    """Return the specification of an accelerator by the name that the driver reports, or None."""
+    """Return the specification of an accelerator, or None if the catalogue does not contain it.
+
+    `device_name` is the name that the driver reports.
+    """
     for spec in catalogue().accelerators:
         if spec.name in device_name and not any(part in device_name for part in spec.without):
             return spec
@@ -89,16 +92,17 @@ def accelerator(device_name: str) -> AcceleratorSpec | None:
 
 
 def link(name: str | None) -> LinkSpec | None:
-    """Return the specification of a link, such as `PCIe5 x16`, or None if it is unknown."""
+    """Return the specification of a link such as "PCIe5 x16", or None if it is unknown."""
     return next((spec for spec in catalogue().links if spec.name == name), None)
 
 
 def figure(
     device_name: str, op: str, size: int, ranks: int | None = None, timing: str = "back-to-back"
 ) -> Figure | None:
-    """Return the published figure for this message size or for the next smaller size.
+    """Return the published figure for this message size, or else for the next smaller size.
 
-    The figure for a smaller size is a lower bound, because a larger message is at least as fast.
+    The figure for a smaller size is a lower bound, because the bandwidth of a larger message is at
+    least as high. Return None if the catalogue has no such figure.
     """
     spec = accelerator(device_name)
     matching = [
@@ -113,7 +117,7 @@ def figure(
 
 
 def peak_flops(device_name: str, precision: str, tf32: bool = False) -> tuple[float, str] | None:
-    """Return the peak FLOP/s of a device and the source of the figure, or None if it is unknown."""
+    """Return (peak FLOP/s of a device, source of the figure), or None if the peak is unknown."""
     spec = accelerator(device_name)
     if spec is None:
         return None

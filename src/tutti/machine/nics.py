@@ -1,4 +1,4 @@
-"""Network interfaces (Nic), and the ports of InfiniBand and RoCE devices (RdmaPort)."""
+"""Network interfaces (Nic) and ports of InfiniBand and RoCE devices (RdmaPort)."""
 
 import fcntl
 import re
@@ -15,7 +15,7 @@ NicKind = Literal["physical", "bond", "bridge", "vlan", "loopback", "virtual"]
 
 @dataclass(frozen=True)
 class Nic:
-    """A network interface. Its IP addresses are not recorded, only their address families."""
+    """A network interface. Its IP addresses are not recorded, but their address families are."""
 
     name: str
     kind: NicKind
@@ -28,10 +28,10 @@ class Nic:
     pci_address: str | None
     numa_node: int | None
     families: tuple[str, ...] | None
-    """Families of the IP addresses: ipv4, ipv6, both or none. Link-local addresses are ignored."""
+    """Families of the IP addresses: "ipv4", "ipv6" or both. Link-local addresses are ignored."""
     default_route: bool | None
     master: str | None
-    """The bond or bridge that the interface belongs to; "" if it belongs to none."""
+    """The bond or bridge to which the interface belongs; "" if it belongs to none."""
     rdma: str | None
     """The RDMA device of the interface, such as mlx5_0; "" if the interface has none."""
     rx_errors: int | None
@@ -53,18 +53,18 @@ class RdmaPort:
     driver: str | None
     firmware: str | None
     link_layer: str | None
-    """InfiniBand, or Ethernet for RoCE."""
+    """Either "InfiniBand", or "Ethernet" for RoCE."""
     state: str | None
-    """ACTIVE, DOWN, INIT or ARMED."""
+    """One of "ACTIVE", "DOWN", "INIT" and "ARMED"."""
     physical_state: str | None
-    """LinkUp, Disabled or Polling."""
+    """A state such as "LinkUp", "Disabled" or "Polling"."""
     rate_gbps: float | None
     rate: str | None
-    """The rate in the kernel's format: 400 Gb/sec (4X NDR)."""
+    """The rate in the kernel's format, such as "400 Gb/sec (4X NDR)"."""
     gid_types: tuple[str, ...] | None
-    """The distinct types of the port's GIDs: IB/RoCE v1, RoCE v2."""
+    """The distinct types of the port's GIDs, such as "IB/RoCE v1" and "RoCE v2"."""
     counters: dict[str, int]
-    """Error and congestion counters by kernel name, from counters/ and hw_counters/."""
+    """Error and congestion counters from counters/ and hw_counters/, keyed by kernel name."""
 
 
 _SIOCGIFADDR = 0x8915
@@ -76,7 +76,7 @@ _COUNTERS = (*RECORDED_NAMES["rdma"]["error_counters"].split(), *CONGESTION_COUN
 
 
 def interface_address(name: str) -> str | None:
-    """Return an interface's IPv4 address, or None if the interface has none or does not exist."""
+    """Return the IPv4 address of an interface, or None if there is no address or no interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
             reply = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -97,7 +97,7 @@ def read_nics(files: SysFiles) -> tuple[Nic, ...]:
         directory, field = f"{_NET}/{name}", f"nics[{number}]"
         pci_address, numa_node = _read_pci_location(files, f"{directory}/device", name, field)
         rdma = files.names(f"{directory}/device/infiniband")
-        # Reading `carrier` fails if the interface is down. The field is then None.
+        # If the interface is down, reading `carrier` fails and the field is None.
         carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
         if families is None:
             files.unknown[f"{field}.families"] = "IP addresses cannot be read from a copy of /sys"
@@ -161,7 +161,7 @@ def _read_pci_location(
 
 def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
     """Return the address families of each interface. Link-local addresses are ignored."""
-    # IPv4 addresses come from system calls, which describe this machine and ignore `files.root`.
+    # System calls return the IPv4 addresses of this machine and ignore `files.root`.
     if not files.root.samefile("/"):
         return None
     found: dict[str, set[str]] = {}
@@ -185,8 +185,8 @@ def _default_routes(files: SysFiles) -> set[str] | None:
     names = {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"}
     for line in (files.text("/proc/net/ipv6_route") or "").splitlines():
         row = line.split()
-        # A default route has the destination ::/0. The kernel also adds an "unreachable" route
-        # with this destination; its interface is lo.
+        # A default route has the destination ::/0. The kernel also adds an "unreachable" route with
+        # this destination and the interface lo, which is ignored here.
         if len(row) == 10 and row[0] == "0" * 32 and row[1] == "00" and row[9] != "lo":
             names.add(row[9])
     return names

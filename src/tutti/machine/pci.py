@@ -1,4 +1,4 @@
-"""PciDevice: GPUs, NICs, NVSwitches and the bridges above them, read from /sys without a driver."""
+"""PciDevice: GPUs, NICs, NVSwitches and the PCI bridges above them, as listed in /sys."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tutti.machine.sysfs import SysFiles
 
 @dataclass(frozen=True)
 class PcieLink:
-    """The PCIe link of a device. An idle GPU lowers the generation but not the width."""
+    """The PCIe link of a device. An idle GPU reduces the generation, but not the width."""
 
     generation: int | None
     width: int | None
@@ -25,10 +25,10 @@ class PciDevice:
     """A GPU, NIC or NVSwitch, or a bridge above such a device."""
 
     address: str
-    """The PCI address in the kernel's format: 0000:18:00.0."""
+    """The PCI address in the kernel's format, such as "0000:18:00.0"."""
     kind: Kind
     path: tuple[str, ...]
-    """The root complex (pci0000:15), the bridges and the device itself."""
+    """The root complex (such as "pci0000:15"), the bridges and the device itself."""
     vendor: str | None
     driver: str | None
     """The name of the driver; "" if no driver is bound."""
@@ -36,10 +36,10 @@ class PciDevice:
     local_cpus: str | None
     link: PcieLink | None
     iommu_type: str | None
-    """identity, DMA or DMA-FQ, or none if the device is in no IOMMU group."""
+    """One of "identity", "DMA" and "DMA-FQ", or "none" if the device is in no IOMMU group."""
     acs_redirect: bool | None
-    """Whether ACS redirects peer-to-peer traffic to the root complex. Always False for devices
-    that are not bridges."""
+    """Whether ACS redirects peer-to-peer traffic to the root complex. The value is always False
+    for devices that are not bridges."""
     correctable_errors: int | None
     uncorrectable_errors: int | None
     """Non-fatal plus fatal errors since boot, from Advanced Error Reporting."""
@@ -47,7 +47,7 @@ class PciDevice:
 
 _DEVICES = "/sys/bus/pci/devices"
 _NVIDIA, _AMD = "0x10de", "0x1002"
-# GT/s per lane → PCIe generation.
+# {GT/s per lane: PCIe generation}
 _GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 _ACS_CAPABILITY = 0x000D
 _ACS_REDIRECT = 0b1100  # P2P request redirect and completion redirect, in the control register
@@ -76,9 +76,10 @@ def _path(files: SysFiles, address: str) -> tuple[str, ...]:
 
 
 def _kind(files: SysFiles, address: str) -> Kind | None:
-    """Return the kind of a device, or None if devices of this kind are not recorded.
+    """Return the kind of a device, or None if such devices are not recorded.
 
-    PCI class codes: 0300 and 0302 display, 1200 accelerator, 0680 NVSwitch, 02xx network.
+    The PCI class codes are 0300 and 0302 for display controllers, 1200 for accelerators, 0680 for
+    NVSwitches and 02xx for network controllers.
     """
     code = (files.text(f"{_DEVICES}/{address}/class") or "")[2:6]
     vendor = files.text(f"{_DEVICES}/{address}/vendor")
@@ -132,7 +133,7 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
         if speed is not None and generation is None:
             files.unknown[f"{field}.{prefix}generation"] = f"{path} contains {speed!r}"
         values[f"{prefix}generation"] = generation
-        # A width of 0 means that the link is down; virtual machines report 255.
+        # A width of 0 means that the link is down. Virtual machines report a width of 255.
         values[f"{prefix}width"] = files.number(
             f"{directory}/{file}_link_width", f"{field}.{prefix}width", range(1, 255)
         )
@@ -142,8 +143,8 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
 def _read_acs_redirect(files: SysFiles, path: str, field: str) -> bool | None:
     """Return whether the ACS capability of a bridge redirects peer-to-peer traffic.
 
-    ACS is an extended capability. The list of these capabilities starts at byte 256 of the PCI
-    configuration space.
+    ACS is an extended PCI capability. The linked list of these capabilities starts at byte 256 of
+    the PCI configuration space.
     """
     config = files.bytes(path, field)
     if config is None:

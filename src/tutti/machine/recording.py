@@ -1,6 +1,7 @@
 """Machine: hardware, software and settings of one host, and files with recorded machines.
 
-`observe()` reads this host. `--record` writes a file, and `--from` reads it with `read_machines()`.
+`observe()` reads this host. `--record FILE` writes machines to a file with `format_machines()`, and
+`--from FILE` reads them with `read_machines()`.
 """
 
 import dataclasses
@@ -28,26 +29,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. A field that is None is unknown; `unknown` contains the reason.
+    """One host. A field whose value is None is unknown, and `unknown` contains the reason.
 
-    Keys of `unknown` are paths such as `accelerators[0].ecc.enabled`. The reason for a path also
-    applies to all fields below that path.
+    The keys of `unknown` are paths such as `accelerators[0].ecc.enabled`. The reason for a path
+    also applies to all fields below that path.
     """
 
     host: str
     observed_at: str | None
-    """The time in UTC, in ISO 8601 format."""
+    """The UTC time of the observation, in ISO 8601 format."""
     name_resolution: str | None
-    """Kind of address that the hostname resolves to: "loopback", "outside" (any other address) or
-    "nothing" (the name cannot be resolved)."""
+    """The kind of address to which the hostname resolves: "loopback", "outside" (any other address)
+    or "nothing" (the name cannot be resolved)."""
     system: str | None
     kernel: str | None
     architecture: str | None
     product: str | None
     virtualisation: str | None
-    """The hypervisor (kvm, microsoft, xen, vmware, …), or none."""
+    """The hypervisor ("kvm", "microsoft", "xen", "vmware", …), or "none"."""
     container: str | None
-    """The kind of container (docker, podman, kubernetes, …), or none."""
+    """The kind of container ("docker", "podman", "kubernetes", …), or "none"."""
     cpus: Cpus
     numa: tuple[NumaNode, ...]
     memory: Memory
@@ -59,23 +60,23 @@ class Machine:
     limits: Limits
     iommu_groups: int | None
     kernel_parameters: tuple[str, ...] | None
-    """Only parameters about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
+    """Kernel parameters that concern IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
     kernel_modules: tuple[str, ...] | None
-    """Only drivers of GPUs and RDMA NICs, such as nvidia_peermem."""
+    """Loaded kernel modules for GPUs and RDMA NICs, such as nvidia_peermem."""
     sysctls: dict[str, str]
     nccl_conf: dict[str, dict[str, str]]
     """The settings in /etc/nccl.conf and ~/.nccl.conf, keyed by file."""
     variables: dict[str, str]
-    """Environment variables that recorded_names.toml allows."""
+    """The environment variables that recorded_names.toml allows."""
     versions: dict[str, str]
-    """Versions of python, torch, cuda (that torch is built for), cuda_driver (the newest CUDA that
-    the driver supports), driver, nccl, …"""
+    """Versions of "python", "torch", "nccl", "driver" and others. "cuda" is the CUDA version for
+    which torch is built, and "cuda_driver" is the newest CUDA version that the driver supports."""
     xids: tuple[Xid, ...] | None
-    """None if the kernel log cannot be read."""
+    """The Xid errors in the kernel log, or None if the kernel log cannot be read."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     def reason_unknown(self, path: str) -> str | None:
-        """Return why a field, or a field that contains it, is unknown.
+        """Return the reason why a field, or one of the fields that contain it, is unknown.
 
         Return None if no reason is recorded.
         """
@@ -101,7 +102,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, values: Any) -> "Machine":
-        """Return the Machine that `values`, a result of dataclasses.asdict(), describes.
+        """Return the Machine for `values`, which dataclasses.asdict() has returned.
 
         A missing field becomes unknown. A wrong key or type raises ValueError.
         """
@@ -112,10 +113,10 @@ class Machine:
 
 
 def observe(root: Path = Path("/")) -> Machine:
-    """Return what /sys, /proc and the GPU driver report about this host.
+    """Return this host as described by /sys, /proc and the GPU driver.
 
-    Values that cannot be read are recorded as unknown; they do not raise an error. For tests,
-    `root` is the directory that contains sys and proc.
+    A value that cannot be read is recorded as unknown and does not raise an exception. Tests set
+    `root` to a directory that contains copies of sys and proc.
     """
     unknown: dict[str, str] = {}
     files = SysFiles(unknown, root)
@@ -157,7 +158,7 @@ def observe(root: Path = Path("/")) -> Machine:
 
 
 def format_machines(machines: Sequence[Machine], command: Sequence[str], note: str) -> str:
-    """Return the content of a recorded file: one machine per host, and a note on their origin."""
+    """Return the content of a machine file: one machine per host, and a note on their origin."""
     content = {
         "schema": SCHEMA,
         "note": note,
@@ -168,7 +169,7 @@ def format_machines(machines: Sequence[Machine], command: Sequence[str], note: s
 
 
 def _format(value: Any, depth: int = 0) -> str:
-    """Return indented JSON in which every value of at most 200 characters is on one line."""
+    """Return indented JSON. A list or object that fits into 200 characters is on one line."""
     text = json.dumps(value)
     if len(text) + depth <= 200 or not isinstance(value, dict | list | tuple):
         return text
@@ -181,7 +182,7 @@ def _format(value: Any, depth: int = 0) -> str:
 
 
 def read_machines(path: Path) -> list[Machine]:
-    """Return the machines in a recorded file. Raises ValueError if the file is invalid."""
+    """Return the machines in a machine file. Raises ValueError if the file is invalid."""
     try:
         content = json.loads(path.read_text())
     except UnicodeDecodeError:
@@ -210,9 +211,9 @@ def read_machines(path: Path) -> list[Machine]:
 
 
 def _from_json(kind: type[T], value: Any, path: str, missing: dict[str, str]) -> T:
-    """Check the types of the values in a dict, and return them as an instance of a dataclass.
+    """Check the types of the values in a dict, and return an instance of the dataclass `kind`.
 
-    An absent field that may be None becomes None, and its path is added to `missing`.
+    If a field is absent and may be None, it becomes None and its path is added to `missing`.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{path or 'the machine'} is {_shorten(value)}, not an object")

@@ -1,4 +1,4 @@
-"""SysFiles: read /sys and /proc. A value that cannot be read is None; the reason is recorded."""
+"""SysFiles: read /sys and /proc. If a value cannot be read, it is None and the reason is stored."""
 
 import os
 import re
@@ -9,7 +9,7 @@ class SysFiles:
     """Reads files below `root`.
 
     `unknown` maps the path of a Machine field, such as `nics[0].mtu`, to the reason why the field
-    could not be read. Methods with a `field` argument add entries to `unknown`.
+    could not be read. Methods with a `field` argument add such entries to `unknown`.
     """
 
     def __init__(self, unknown: dict[str, str] | None = None, root: Path = Path("/")) -> None:
@@ -17,12 +17,12 @@ class SysFiles:
         self.root = root
 
     def text(self, path: str, field: str | None = None) -> str | None:
-        """Return the content of a file without white space at its ends."""
+        """Return the content of a file without leading and trailing white space."""
         content = self.bytes(path, field)
         return None if content is None else content.decode(errors="replace").strip()
 
     def number(self, path: str, field: str | None = None, valid: range | None = None) -> int | None:
-        """Return the integer in a file, or None if the integer is not in `valid`."""
+        """Return the integer in a file, or None if there is no integer or it is not in `valid`."""
         text = self.text(path, field)
         if text is None:
             return None
@@ -37,7 +37,7 @@ class SysFiles:
         return None
 
     def search(self, pattern: str, path: str, field: str | None = None) -> str | None:
-        """Return what the first group of a regular expression matches in a file, or None."""
+        """Return the first group of the first match of `pattern` in a file, or None."""
         text = self.text(path, field)
         found = re.search(pattern, text or "", re.MULTILINE)
         if text is not None and found is None:
@@ -67,7 +67,7 @@ class SysFiles:
         return self._local(path).exists()
 
     def target(self, path: str) -> str | None:
-        """Return the target of a symbolic link as a path below `root`, or None if there is none."""
+        """Return the target of a symbolic link as a path below `root`, or None if it has none."""
         local = self._local(path)
         if not local.exists():
             return None
@@ -77,7 +77,10 @@ class SysFiles:
             return None
 
     def target_name(self, path: str) -> str:
-        """Return the last part of a symbolic link's target, such as a driver name, or ""."""
+        """Return the last part of a symbolic link's target, such as a driver name.
+
+        Return "" if the link does not exist.
+        """
         return (self.target(path) or "").rpartition("/")[2]
 
     def _local(self, path: str) -> Path:

@@ -1,4 +1,4 @@
-"""draw(): an SVG of NUMA nodes with their NICs and GPUs, PCIe switches, NVSwitches and NVLinks."""
+"""draw(): an SVG image of the NUMA nodes, GPUs, NICs, PCIe switches and NVLinks of hosts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from xml.sax.saxutils import escape
 from tutti.machine.device_topology import Interface, Topology, pci_location
 from tutti.machine.gpus import Accelerator
 
-# Sizes in pixels. A slot is the width of a device's box plus the space around it.
+# Sizes in pixels. _SLOT is the width of a device's box plus the space around the box.
 _SLOT, _BOX, _NIC_HEIGHT, _GPU_HEIGHT = 120, 112, 46, 60
 _PAD, _GAP, _HEAD, _TITLE = 12, 56, 76, 64
-_NUMA_WIDTH = 216  # minimum width of a NUMA node, so that its two lines of text fit
+_NUMA_WIDTH = 216  # minimum width of a NUMA node, which has two lines of text
 _MARGIN = 24
 
 
 def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
-    """Return an SVG of one or more hosts, one below the other.
+    """Return an SVG image of one or more hosts, one below the other.
 
-    With `page="any"`, the viewer's `prefers-color-scheme` selects light or dark colours.
+    With `page="any"`, the `prefers-color-scheme` of the viewer selects light or dark colours.
     """
-    # CSS variables are not used, because many SVG viewers other than browsers do not support them.
+    # CSS variables are not used, because many SVG viewers do not support them.
     light, dark = (
         "\n" + Path(__file__).with_name(f"topology_{name}.css").read_text()
         for name in ("light", "dark")
@@ -61,7 +61,7 @@ class _SwitchGroup:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the group is drawn as a PCIe switch, because it has several PCI devices.
+        """Whether the group has several PCI devices and is therefore drawn as a PCIe switch.
 
         The ports of one card count as one PCI device.
         """
@@ -79,17 +79,17 @@ class _Panel:
         self.columns: list[tuple[int | None, list[_SwitchGroup]]] = []
         self.nodes_without_devices: list[int] = []
         for node in (*self.nodes, None):
-            # If there is a single node, devices whose NUMA node is unknown are drawn in that node.
+            # If the machine has only one node, devices with an unknown NUMA node belong to it.
             single = len(self.nodes) == 1
             members = {node, None} if single and node is not None else {node}
             groups = [] if node is None and single else self._switch_groups(members)
-            # Nodes without devices are drawn only if there are at most two nodes.
+            # A node without devices is drawn only if there are at most two nodes.
             drawn_if_empty = len(self.nodes) <= 2 if node is not None else not self.nodes
             if groups or drawn_if_empty:
                 self.columns.append((node, groups))
             elif node is not None:
                 self.nodes_without_devices.append(node)
-        self.centers: dict[int, float] = {}  # GPU index → x coordinate of the box's centre
+        self.centers: dict[int, float] = {}  # {GPU index: x coordinate of the centre of its box}
         widths = [self._node_width(groups) for _, groups in self.columns]
         self.width = max(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1), 640)
         has_nics = any(group.nics for _, groups in self.columns for group in groups)
@@ -154,7 +154,7 @@ class _Panel:
         y = self.wires_bottom + 24
         if self.nodes_without_devices:
             nodes = ", ".join(map(str, self.nodes_without_devices))
-            yield _text(_MARGIN, y, f"NUMA {nodes}: CPUs and memory, no GPU or NIC", "soft")
+            yield _text(_MARGIN, y, f"NUMA {nodes}: no GPU and no NIC", "soft")
             y += 16
         legend = "dashed: PCIe root complex; grey: PCIe switch (PIX); number between nodes:"
         if any(group.root for _, groups in self.columns for group in groups):
@@ -242,7 +242,7 @@ class _Panel:
         yield _text((left + right) / 2, top + 17, name, "name middle")
 
     def _draw_pairs(self) -> Iterator[str]:
-        """Yield an arc for each pair of GPUs with direct NVLinks. Longer arcs are drawn deeper."""
+        """Yield an arc for each pair of GPUs with direct NVLinks. Longer arcs reach lower."""
         order = sorted(self.centers, key=lambda index: self.centers[index])
         y = self.gpu_bottom
         max_nvlinks = max((link.nvlinks for link in self.pairs), default=0)
