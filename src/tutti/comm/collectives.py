@@ -3,8 +3,8 @@
 Ranks (`root`, `to`, `source`) are ranks in the group, not in the world. Except for send and recv,
 all ranks of the group must make the same calls in the same order. A call returns its result. With
 `wait=False`, a call immediately returns a Handle. Tensors may be non-contiguous. Every dtype can be
-sent; reductions refuse some dtypes, for example float8. The reductions are sum, mean, product, min,
-max, band, bor and bxor.
+sent. Reductions do not support some dtypes, for example float8. The reductions are sum, mean,
+product, min, max, band, bor and bxor.
 """
 
 import math

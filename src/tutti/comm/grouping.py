@@ -279,7 +279,7 @@ def _pack(batch: Sequence[Operation]) -> Operation:
 def _unpack(message: Operation, batch: Sequence[Operation]) -> None:
     """Copy each operation's part of the message into the operation's target."""
     comm_group, flat = message.comm_group, _target(message)
-    # The root of a broadcast has the data already; only the root of a reduce gets a result.
+    # The root of a broadcast already has the data. Only the root of a reduce gets a result.
     if (message.kind, message.root == comm_group.rank) in (("broadcast", True), ("reduce", False)):
         return
     if message.kind == "all_gather":

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors, and of the activations of each module that autograd keeps.
+"""Counts the bytes of tensors, and the bytes of activations that autograd keeps, by module.
 
 This file imports only torch and the standard library, because `tutti profile --memory -- COMMAND`
 loads it into programs whose environment may not have tutti.

@@ -38,7 +38,7 @@ def _parse_range(item: str) -> list[int]:
     if len(steps) > 1 or match is None:
         raise ValueError(f"{item}: write a range as 1K:64M:x4 or 1K:16K:+1K")
     if not 0 < first <= last:
-        raise ValueError(f"{item}: a range starts at 1 byte or more and must not descend")
+        raise ValueError(f"{item}: the first size must be >= 1 byte and <= the last size")
     adds, step = match[1] == "+", parse_size(match[2])
     if step < (1 if adds else 2):
         raise ValueError(f"{item}: with the step {steps[0]} the range never ends")

@@ -364,7 +364,7 @@ class AdapterStore(Structure):
                     f"{tuple(like.shape)}"
                 )
         if extra := sorted(set(tensors) - set(template)):
-            raise UsageError(f"adapter {adapter!r} has {extra}, but the template does not")
+            raise UsageError(f"adapter {adapter!r} has {extra}, which are not in the template")
 
     # ---- The slots of this rank ----
 

@@ -35,7 +35,7 @@ class RingBuffer(Structure):
     consumer. A wait that fails raises Timeout, or PeerDied if the other end has died. Slots have
     `slot_shape` and `dtype`, or are `slot_bytes` raw bytes (uint8).
 
-    Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
+    Memory order: the producer writes the slot, then stores `filled` (release). The consumer loads
     `filled` (acquire) before it reads the slot. In the other direction, the consumer stores
     `emptied` after it has read the slot, and the producer loads `emptied` before it writes the slot
     again. On CUDA, each end synchronizes its stream before it stores `filled` or `emptied`. This
@@ -226,7 +226,8 @@ class RingBuffer(Structure):
         count, ended = value & ~_END, value >= _END
         if filling and ended:
             raise ConsumerGone(
-                f"rank {peer} has cancelled the ring after {count} slots. {self._done} were filled"
+                f"rank {peer} has cancelled the ring after {count} slots. This rank has filled "
+                f"{self._done} slots."
             )
         if ended and self._done >= count:
             raise EndOfStream(f"rank {peer} has finished after {self._done} slots")

@@ -38,7 +38,7 @@ def addable(dtype: torch.dtype, call: str) -> int:
 
 
 class Structure:
-    """A data structure in a heap. All ranks create and close it; reads and writes are one-sided.
+    """A data structure in a heap. All ranks create and close it. Reads and writes are one-sided.
 
     A `with` block closes the structure at its end. After an error in the block, only this rank's
     part is closed, because the other ranks may never call close(). The memory is then freed when
@@ -169,8 +169,8 @@ class Structure:
     ) -> int:
         """Wait until the word at address `word` is at least `at_least` (acquire). Return its value.
 
-        Rank `source` is expected to write the word. Raises PeerDied or PeerLeft if this rank has
-        died or has closed the heap, and Timeout if the word is not written in time.
+        Rank `source` is expected to write the word. Raises PeerDied or PeerLeft if rank `source`
+        has died or has closed the heap, and Timeout if the word is not written in time.
         """
         seconds = self.heap.timeout if timeout is None else timeout
         first = max(min(seconds, SLICE_SECONDS), 1e-6)  # for the core, 0 means to wait forever

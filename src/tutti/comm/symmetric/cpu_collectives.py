@@ -4,7 +4,7 @@ all_reduce runs in the C core, unless the caller requests an algorithm. The algo
 implemented here in Python, as a readable reference and for comparison. Each collective begins with
 a barrier, so that all inputs are written, and ends with a barrier, so that all ranks have read the
 inputs before a caller overwrites them. Between the barriers, each rank publishes its progress in
-one word. Only this rank writes the word, with a release store; the other ranks load the word with
+one word. Only this rank writes the word, with a release store. The other ranks load the word with
 acquire.
 """
 
@@ -160,7 +160,7 @@ class CpuCollectives:
         self._barrier("all_reduce")
         before = self._progress
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # negative in the reduce-scatter phase, then all-gather
+            lap = step - (size - 1)  # negative in the reduce-scatter phase, >= 0 in all-gather
             first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             own_part = memory.address(rank, offset + first * itemsize)
             left_part = memory.address(left, offset + first * itemsize)

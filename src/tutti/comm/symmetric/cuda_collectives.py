@@ -163,7 +163,7 @@ class CudaCollectives:
         ends = rank_parts(tensor.numel(), size, tensor.itemsize)
         self._barrier()
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # negative in the reduce-scatter phase, then all-gather
+            lap = step - (size - 1)  # negative in the reduce-scatter phase, >= 0 in all-gather
             first, last = ends[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
             neighbours = ((rank - 1) % size, rank)
             left_part, own_part = self._parts(neighbours, offset, tensor, first, last)

@@ -10,10 +10,10 @@ lets the stream continue. The next call on the heap raises Timeout, or PeerDied 
 rank has ended.
 
 Kernels that wait for each other must run at the same time. Ranks that share a GPU therefore need
-MPS (`tutti run --ranks-per-gpu`). Without MPS, the GPU runs one rank at a time, for milliseconds
-each. CUDA loads a kernel at its first use, and loading may wait until all running kernels have
-finished. If a running kernel waits for data that the new kernel sends, both kernels wait forever.
-To prevent this, run the sending kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
+MPS (`tutti run --ranks-per-gpu`). Without MPS, the GPU runs one rank at a time, in time slices of
+milliseconds. CUDA loads a kernel at its first use, and loading may wait until all running kernels
+have finished. If a running kernel waits for data that the new kernel sends, both kernels wait
+forever. To prevent this, run the sending kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import ctypes

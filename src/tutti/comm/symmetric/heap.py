@@ -147,9 +147,9 @@ class Heap:
 
         After the wait, this rank sees all puts that the sender made before its signal. `source` is
         the rank that is expected to signal, or None for any rank. Raises Timeout after `timeout`
-        seconds. Raises PeerDied or PeerLeft if rank `source` dies or closes the heap, or, if
-        `source` is None, if any rank does. A wait does not reset the slot: use increasing values,
-        or reset the slot with `heap.signal(heap.rank, slot, 0)`. On CUDA, the current stream waits
+        seconds. Raises PeerDied or PeerLeft if rank `source` dies or closes the heap. If `source`
+        is None, this applies to any rank. A wait does not reset the slot: use increasing values, or
+        reset the slot with `heap.signal(heap.rank, slot, 0)`. On CUDA, the current stream waits
         instead of the host, and a later call on the heap raises the error.
         """
         if not 0 <= slot < self.signals:
@@ -311,8 +311,8 @@ class Heap:
 def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
     """Return {backend: (can be used, reason)} for a device, such as {"shm": (True, "…")}.
 
-    The backend for cpu is shm; the backends for cuda are cuda and nvshmem. This function does not
-    check whether ranks share a host or a GPU. `Heap` checks this.
+    The backend for "cpu" is "shm". The backends for "cuda" are "cuda" and "nvshmem". This function
+    does not check whether ranks share a host or a GPU. `Heap` checks this.
     """
     if torch.device(device).type == "cpu":
         try:

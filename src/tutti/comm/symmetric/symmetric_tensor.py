@@ -46,7 +46,7 @@ class HeapObject:
 
 
 class SymmetricTensor(HeapObject):
-    """A tensor with the same shape and dtype on all ranks; each rank has its own values.
+    """A tensor with the same shape and dtype on all ranks. Each rank has its own values.
 
     `heap.empty` and `heap.zeros` create the tensor. `heap.free` or the end of a `with` block frees
     the tensor. These calls are collective. If two ranks access the same elements and one of them

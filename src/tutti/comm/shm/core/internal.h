@@ -181,7 +181,7 @@ struct tutti_group {
     int rank, size;
     uint64_t token, slot_bytes, slot_stride, ring_bytes;
     unsigned fork_generation;
-    spin_limits limits, limits_now; /* of calling threads; of the thread that runs a collective */
+    spin_limits limits, limits_now; /* for calling threads; for the thread that runs a collective */
     peer *peers;                    /* `size` entries, this rank's own included */
     int connected;
     pthread_mutex_t blocks_lock;
@@ -199,7 +199,7 @@ struct tutti_group {
     pthread_mutex_t lock;
     pthread_cond_t work_queued, collective_over;
     bool collective_runs, closing;
-    int inside; /* threads inside a call; closing waits for them */
+    int inside; /* number of threads inside a call; closing waits until it is 0 */
     pthread_t *workers;
     int started, ready; /* number of worker threads; number of them not inside a callback */
     tutti_work *queue_head, *queue_tail;

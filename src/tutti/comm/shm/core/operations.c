@@ -170,7 +170,7 @@ tutti_work *work_create(tutti_group *g, const tutti_operation *op, double timeou
     work->operation.in_bytes = in_bytes;
     work->operation.out = out;
     work->operation.out_bytes = out_bytes;
-    work->operation.where = NULL; /* recorded in the ledger; the string belongs to the caller */
+    work->operation.where = NULL; /* the caller owns the string, which only the ledger needs */
     work->operation.source = NULL;
     work->timeout = timeout;
     work->done = done;
@@ -463,7 +463,7 @@ void stop_workers(tutti_group *g)
     pthread_cond_broadcast(&g->work_queued);
     while (g->collective_runs || g->inside || (g->queue_head && !g->ready)) {
         if (g->queue_head && !g->collective_runs)
-            run_head(g, false); /* the group is broken, so the operation fails at once */
+            run_head(g, false); /* the group is broken, so the operation fails immediately */
         else
             pthread_cond_wait(&g->collective_over, &g->lock);
     }

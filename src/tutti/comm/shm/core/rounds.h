@@ -6,7 +6,7 @@
  *   enters     waits until all peers have consumed round k - SLOTS,
  *   stages     writes bytes for its peers into its slot k % SLOTS,
  *   posts      publishes posted = k (release),
- *   awaits     waits for posted >= k (acquire) of the peers whose slots it needs; reads the slots,
+ *   awaits     waits for posted >= k (acquire) of the peers that it needs, reads their slots,
  *   consumes   publishes consumed = k (release),
  * and only then begins round k + 1.
  *

@@ -173,8 +173,8 @@ static void write_sum(const tutti_map *map, uint64_t *payload, uint64_t claimed,
     }
 }
 
-/* Stores `value` if dtype < 0; otherwise adds `value` to the stored value. A writer whose claim was
- * taken over starts again (cell.h). */
+/* Stores `value` if dtype < 0, and adds `value` to the stored value otherwise. A writer whose claim
+ * was taken over starts again (cell.h). */
 static int update(tutti_map *map, uint64_t key, const void *value, int32_t dtype) {
     if (key == UINT64_MAX) /* key + 1 would mean "free" */
         return TUTTI_BAD_ARGUMENT;

@@ -133,7 +133,7 @@ int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
 /* Queues the operation for a worker thread. `done`, if not NULL, is called once when the operation
  * has ended, by the thread that ran the operation (a worker, or a thread that waits), with no lock
- * held. A wait for the operation may return before `done` has returned; tutti_group_close returns
+ * held. A wait for the operation may return before `done` has returned. tutti_group_close returns
  * only after `done` has returned. `done` may call this library and wait for any operation. `done`
  * must not close the group. `done` may run in a thread that is inside tutti_work_wait. To avoid a
  * deadlock, `done` must not wait for anything that this thread does after tutti_work_wait has
