@@ -305,7 +305,7 @@ def test_a_program_keeps_its_own_profiler(tmp_path: Path) -> None:
         ),
         (
             ["--nvtx", "--json", "x.json", "--", "python", "x.py"],
-            "--nvtx records no trace for --json",
+            "--json needs traces, but --nvtx records none",
         ),
     ],
 )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tutti.machine.checks.cluster import Cluster
     from tutti.world.rendezvous import RankInfo
 
-# Seconds that ranks wait for the results of a rank that is still running a probe.
+# Seconds to wait for the results of a rank that still runs a probe.
 _GATHER_SECONDS = 120.0
 _ALL_REDUCE_SECONDS = 30.0
 _ALL_REDUCE_ELEMENTS = 100_003
@@ -48,26 +48,26 @@ class Doctor:
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start. Ignored under a launcher."""
+    """Number of local ranks to start. Ignored under torchrun, srun or mpirun."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device that --active measures. auto selects the GPU if there is one."""
+    """The device that --active measures. `auto` selects CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
-    """Number of ranks that may share one GPU."""
+    """Maximum number of ranks that share one GPU."""
     active: bool | None = None
-    """Measure compute, memory, links between ranks and copies between GPUs, run a collective, and
-    start NCCL on every GPU. This takes some seconds (default: only with more than one rank)."""
+    """Measure compute, memory, links between ranks and copies between GPUs. Also run a collective,
+    and start NCCL on every GPU. This takes some seconds (default: only with several ranks)."""
     fix: bool = False
-    """Print the shell commands that cure the findings. The commands are not run."""
+    """Print the shell commands that cure the problems. The commands are not run."""
     all: bool = False
     """Also show checks that passed or were skipped."""
     record: OutputFile | None = None
-    """Write the observed machines, one per host, to this file."""
+    """Write the description of every host to this file. --from reads such a file."""
     from_: Annotated[InputFile | None, tyro.conf.arg(name="from")] = None
-    """Check the machines in this file, which --record wrote, instead of this machine."""
+    """Check the hosts in this file, which --record wrote, instead of this host."""
     json: OutputFile | None = None
     """Also write the findings to this JSON file."""
     start_timeout: float = START_TIMEOUT
-    """Seconds to wait until all ranks have started."""
+    """Seconds to wait for all ranks to start."""
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         for name in ("active", "record", "ranks", "device", "ranks_per_gpu", "start_timeout"):
             if getattr(options, name) != getattr(Doctor, name):
                 flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"--from checks a recorded machine. Omit {flag}.")
+                raise UsageError(f"{flag} has no effect with --from. Omit one of the flags.")
         return _check_cluster(checklist.recorded_cluster(recorded_machines(options.from_)), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
             start_timeout=options.start_timeout,
-            reported_codes=(1, 2),  # a failed check and wrong usage are not crashes
+            reported_codes=(1, 2),  # a failed check (1) and wrong usage (2) are not crashes
         ).run()
     if identity.size == 1:
         if options.device == "cuda" and not visible_gpu_count():
@@ -130,12 +130,13 @@ def _check_cluster(cluster: "Cluster", options: Doctor, quiet: bool = False) -> 
 
 
 def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
-    """Collect observations and probes of all ranks through the rendezvous store.
+    """Collect observations and probe results from all ranks through the rendezvous store.
 
-    No process group is created until all hosts are known to reach each other, because a fault in
-    the network would make the creation of a process group hang.
+    A process group is created only after probes have shown that all hosts can reach each other,
+    because init_process_group would hang if a network connection is broken.
     """
-    machine = observe()  # before this process changes variables, threads or CPU affinity
+    # Observe first, before this process changes variables, threads or CPU affinity.
+    machine = observe()
     active = options.active is not False
 
     def progress(text: str) -> None:
@@ -157,7 +158,7 @@ def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
 def _rendezvous(
     identity: Identity, start_timeout: float
 ) -> "Iterator[tuple[Sequence[RankInfo], dist.Store]]":
-    """Yield the RankInfo of all ranks, and a store without keys of earlier starts of the world."""
+    """Yield the RankInfo of all ranks, and a store that has no keys of earlier runs."""
     import torch.distributed as dist
 
     from tutti.world.placement import visible_gpus
@@ -165,7 +166,7 @@ def _rendezvous(
 
     try:
         gpus = visible_gpus()
-    except RuntimeError:  # the driver does not start, which one of the checks reports
+    except RuntimeError:  # the GPU driver does not work, and one of the checks reports this
         gpus = []
     rendezvous = open_rendezvous(identity, start_timeout)
     address = local_address_towards(rendezvous.host) if rendezvous.host else None
@@ -173,7 +174,7 @@ def _rendezvous(
     roster = exchange_rank_info(rendezvous.store, own_info, identity.size, start_timeout)
     store = dist.PrefixStore(f"tutti/doctor/{roster.start_id}", rendezvous.store)
     yield roster.ranks, store
-    # The store may be in the process of rank 0, so rank 0 leaves last.
+    # Rank 0 may serve the store, so it waits until all ranks have finished.
     store.set(f"finished/{identity.rank}", "")
     if identity.rank == 0:
         with contextlib.suppress(RuntimeError):
@@ -193,12 +194,12 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
             )
         except RanksMissing as missing:
             raise UsageError(
-                f"{name_ranks(missing.ranks)} did not answer for {_GATHER_SECONDS:.0f} s. "
-                "See the output of that rank, or run tutti doctor on its host alone."
+                f"{name_ranks(missing.ranks)} sent no results within {_GATHER_SECONDS:.0f} s. See "
+                "the output of these ranks, or run tutti doctor on each of their hosts."
             ) from None
         except RuntimeError:
             raise UsageError(
-                "rank 0 exited, and with it the rendezvous store. See the output of rank 0."
+                "the rendezvous store ended, because rank 0 exited. See the output of rank 0."
             ) from None
 
     machines = list(dict.fromkeys(info.machine for info in ranks))
@@ -207,7 +208,7 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
 
 
 def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
-    """Return the address of the interface that gloo uses, at which other ranks reach this rank."""
+    """Return the address at which other ranks reach this rank: that of gloo's interface."""
     selected = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     for interface in (selected, gloo_interface(ranks, rank, {})[0]):
         if interface and (address := interface_address(interface)):
@@ -216,7 +217,7 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
 
 
 def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
-    """Return the UUID of each rank's GPU, or None for all ranks if they run on the CPU.
+    """Return the UUID of each rank's GPU, or None for all ranks if the ranks run on the CPU.
 
     As in tutti.init, the GPUs of a host are assigned to its ranks round-robin.
     """
@@ -230,7 +231,7 @@ def _gpu_of_each_rank(ranks: "Sequence[RankInfo]", device: str) -> list[str | No
 
 
 def _all_reduce_error(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> str:
-    """Run an all_reduce with gloo, as a job would. Return the error, or "" if there is none."""
+    """Run a gloo all_reduce over all ranks. Return the error, or "" if the result is correct."""
     import torch
     import torch.distributed as dist
 
@@ -246,7 +247,7 @@ def _all_reduce_error(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store
             world_size=size,
             timeout=timedelta(seconds=_ALL_REDUCE_SECONDS),
         )
-        # float32 sums of integers below 2^24 are exact in any order.
+        # In float32, sums of integers are exact in any order if they are below 2^24.
         index = torch.arange(_ALL_REDUCE_ELEMENTS) % 1000
         value = (index + rank).float()
         dist.all_reduce(value)

@@ -39,35 +39,35 @@ if TYPE_CHECKING:
 class Parity(WorldFlags):
     """Compare layouts with one device, step by step: tutti parity --recipe gpt --ranks 4
 
-    Trains a small model on one device and under each layout, with the same seed, weights and
-    samples. The training covers SGD and AdamW, several microbatches, gradient clipping, a step
-    whose samples cannot be divided evenly among ranks, and activation checkpointing. Exit code 1
-    means that the error of a layout is larger than rounding explains.
+    Trains a small model on one device and with each layout, from the same seed, weights and
+    samples. The training includes SGD and AdamW, several microbatches, gradient clipping, a step
+    whose samples cannot be divided evenly among ranks, and activation checkpointing. The exit code
+    is 1 if the error of a layout is larger than rounding can explain.
 
-    tutti parity --show-schedule draws a pipeline schedule instead. Its flags are listed by tutti
-    parity --show-schedule --help.
+    tutti parity --show-schedule draws a pipeline schedule instead. For its flags, see tutti parity
+    --show-schedule --help.
     """
 
     settings: ParityOptions
     recipe: str = "gpt"
-    """Recipe whose model is checked: gpt, wideresnet, efficientnet or lenet. The model is made
-    smaller to keep the check fast."""
+    """Recipe whose model is checked: `gpt`, `wideresnet`, `efficientnet` or `lenet`. A smaller
+    version of the model is used, so that the check is fast."""
     full_size: bool = False
     """Check the model of the recipe at its full size."""
     layouts: str = "all"
-    """Comma-separated layouts to check, such as dp2.tp2,shard4. all checks every layout that
-    is possible with --ranks."""
+    """Comma-separated layouts to check, such as `dp2.tp2,shard4`. `all` checks every layout that is
+    possible with --ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: the number that --layouts needs). Ignored under
     torchrun, srun or mpirun."""
     backend: Literal["nccl", "shm", "gloo"] | None = None
-    """Communication backend: nccl, shm or gloo (default: nccl on CUDA, shm on the CPU)."""
+    """Communication backend (default: `nccl` on CUDA, `shm` on the CPU)."""
     json: OutputFile | None = None
     """Also write the results to this JSON file."""
 
 
 def main(arguments: list[str]) -> int:
-    if "--show-schedule" in arguments:  # this mode draws a pipeline schedule and has its own flags
+    if "--show-schedule" in arguments:  # this mode has its own flags
         return show_schedule([flag for flag in arguments if flag != "--show-schedule"])
     identity = identify(os.environ)
     launched_ranks = identity.size if identity.launcher != "python" else None
@@ -109,7 +109,9 @@ def _read_flags(arguments: list[str], launched_ranks: int | None) -> tuple[Parit
 def _layouts(text: str, ranks: int | None) -> list[Layout]:
     if text == "all":
         if ranks is None:
-            raise UsageError("--layouts all needs the number of ranks, such as --ranks 4")
+            raise UsageError(
+                "--layouts all needs the number of ranks. Add --ranks, such as --ranks 4."
+            )
         return Layout.every(ranks)
     layouts = [Layout.parse(layout.strip()) for layout in text.split(",")]
     for layout in layouts:
@@ -144,19 +146,19 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
             else:
                 with cases.running(name, world.rank):
                     rows.append(check_layout(workload, layout, world, reference))
-                gc.collect()  # an engine in a reference cycle would keep its process groups alive
+                gc.collect()  # frees engines in reference cycles, and their process groups
             if table is not None:
                 table.add(rows[-1])
-                # Write after each row, because the next layout may fail or be interrupted.
+                # Write the file after each row, because the next layout may fail.
                 _write(options, workload, world, rows, complete=len(rows) == len(layouts))
                 cases.add_row(name, rows[-1])
-        comm.gather_json(None)  # a barrier, so that no rank exits before rank 0 wrote the file
+        comm.gather_json(None)  # a barrier: no rank exits before rank 0 has written the file
     verdicts = {row["ok"] for row in rows}
     if verdicts == {None} and world.is_first:
         print("tutti parity: no layout could be compared, for the reasons above", file=sys.stderr)
     if False in verdicts:
         return 1
-    # A layout that was requested by name and could not be compared has not passed.
+    # If a layout that the user named could not be compared, the check has not passed.
     return 2 if verdicts == {None} or (options.layouts != "all" and None in verdicts) else 0
 
 
@@ -167,9 +169,9 @@ def _title(options: Parity, workload: "Workload", world: "World") -> str:
     full, uneven = workload.counts[:2]
     return (
         f"{settings.model or options.recipe} in {settings.precision} on {world.device.type}, "
-        f"compared with one device in float64: {settings.steps} steps, alternately of {full} and "
-        f"{uneven} samples. Errors are relative. The tolerances are {tolerance.loss:g} (loss and "
-        f"norm), {tolerance.gradient:g} (gradient), {tolerance.update:g} (updates by SGD and "
+        f"compared with one device in float64: {settings.steps} steps, with {full} and {uneven} "
+        f"samples alternately. Errors are relative. The tolerances are {tolerance.loss:g} (loss "
+        f"and norm), {tolerance.gradient:g} (gradient), {tolerance.update:g} (updates by SGD and "
         f"AdamW) and {tolerance.buffer:g} (buffers, such as running statistics).{note}"
     )
 
@@ -203,20 +205,20 @@ def _write(
 # -- --show-schedule -------------------------------------------------------------------------------
 
 _LEGEND = """\
-# F3 is the forward of microbatch 3, and 5F3 is this forward on stage 5.
-# B is a backward. I and W are the two halves of a backward: the gradients of
-# inputs and of weights. A dot is idle time.
+# F3 is the forward pass of microbatch 3, and 5F3 is the same on stage 5.
+# B is a backward pass. I and W are its two parts: the gradients of the inputs
+# (I) and of the weights (W). A dot is idle time.
 # Simulated: F, I and W take 1 unit of time, B takes 2, communication takes 0.
-# Measured: if an action is short, its label is cut off."""
+# Measured: the label of a short action is cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSchedule(WorldFlags):
     """Show a pipeline schedule: tutti parity --show-schedule --schedule 1f1b --pp 4
 
-    Prints a timeline of the forwards and backwards of every rank, and the bubble: the fraction of
-    time in which ranks are idle. The first timeline is simulated, with a fixed cost for each
-    action. The second is measured on local ranks, with a small model of equal stages.
+    Prints a timeline of the forward and backward passes on every rank, and the bubble: the fraction
+    of time in which ranks are idle. The first timeline is simulated, with a fixed time for each
+    action. The second timeline is measured on local ranks, with a small model of equal stages.
     """
 
     pipeline_schedule: Annotated[ScheduleName, tyro.conf.arg(aliases=["--schedule"])] = "1f1b"
@@ -226,7 +228,7 @@ class ShowSchedule(WorldFlags):
     accumulation: int = 8
     """Number of microbatches per step."""
     stages_per_rank: int | None = None
-    """Number of stages on each rank (default: 1 for gpipe and 1f1b, 2 for the other schedules)."""
+    """Number of stages per rank (default: 1 for `gpipe` and `1f1b`, 2 for other schedules)."""
     measure: bool = True
     """Also run the schedule on local ranks and print the measured timeline."""
     json: OutputFile | None = None
@@ -272,7 +274,7 @@ def _print_schedule(
     )
     print("\n".join(draw(simulated)))
     if measured is not None:
-        # Draw both timelines with the same width, so that idle times can be compared.
+        # Scale the measured timeline to the width of the simulated one, to compare idle times.
         unit = length(measured) / length(simulated)
         print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
         print("\n".join(draw(measured, unit)))
@@ -310,7 +312,7 @@ def _measure_schedule(flags: ShowSchedule) -> int:
         cpus = len({cpu for rank_cpus in gather_json(allowed_cpus()) for cpu in rank_cpus})
         if note is None and world.device.type == "cpu" and cpus < world.size:
             shared = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}"
-            note = f"{shared}, so the measured times include waiting for a CPU"
+            note = f"{shared}, so the measured times include time in which ranks wait for a CPU"
         return _print_schedule(flags, measured, note) if world.is_first else 0
 
 

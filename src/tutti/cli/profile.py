@@ -1,4 +1,4 @@
-"""tutti profile: capture traces of a program, or read traces, and explain the steps."""
+"""tutti profile: records traces of a program, or reads traces, and explains the step time."""
 
 import os
 import sys
@@ -30,46 +30,45 @@ class Profile:
         tutti profile --try-advice -- torchrun --nproc-per-node 2 train.py
         tutti profile --trace DIR
 
-    The first two commands run a program unchanged and record traces. A step ends when the optimizer
-    of the program has updated the parameters. In a program without an optimizer (inference) a step
-    is a call of the outermost module. The third command also tries the first advice. The last
-    command reads existing torch.profiler traces, one file per rank.
+    The first two commands run an unchanged program and record traces. A step ends with a step of
+    the program's optimizer. In a program without an optimizer (inference), a step is a call of the
+    outermost module. The third command also applies the first advice and measures its gain. The
+    last command reads existing torch.profiler traces, one file per rank.
     """
 
     USAGE_END = "[-- COMMAND]"
     trace: InputPath | None = None
-    """Read the traces in this directory or run directory instead of starting a program."""
+    """Directory with traces, or run directory. Read these traces instead of starting a program."""
     out: OutputFolder | None = None
     """Directory for the traces, OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
     wait: int = 6
     """Number of steps before the profiler starts. The second half of these steps is timed. If at
-    least 3 steps are timed, the times of the recorded steps are corrected for the cost of
-    recording."""
+    least 3 steps are timed, the recorded step times are corrected for the profiler's overhead."""
     warmup: int = 2
-    """Number of steps after --wait in which the profiler warms up."""
+    """Number of profiler warm-up steps after --wait."""
     active: int = 5
     """Number of steps to record."""
     shapes: bool = False
-    """Record tensor shapes on GPUs, too. On CPUs shapes are always recorded, because message sizes
-    are derived from them."""
+    """Also record tensor shapes on GPUs. On CPUs, shapes are always recorded, because message sizes
+    are computed from them."""
     memory: bool = False
     """Split each rank's peak memory into parameters, gradients, optimizer state, activations by
-    module, communication buffers, fragmentation and other. Two steps before the recording are
-    counted. Also record memory allocations in the traces."""
+    module, communication buffers, fragmentation and other. The memory is measured in two steps
+    before the recorded steps. Also record memory allocations in the traces."""
     stacks: bool = False
     """Record Python stacks. This is slow and makes traces large."""
     try_advice: bool = False
-    """After the recording, apply the first advice that can be applied without editing the program,
-    and measure its gain with 10 runs: 5 without and 5 with the change, alternately. Each run is
-    stopped when enough steps have been timed."""
+    """After the recording, apply the first advice that needs no edit of the program, and measure
+    its gain with 10 runs: 5 without and 5 with the change, alternately. Each run is stopped when
+    enough steps have been timed."""
     tensorboard: OutputFolder | None = None
     """Also copy the traces into this directory, for TensorBoard's profile plugin."""
     nvtx: bool = False
-    """Mark the steps for Nsight Systems instead of recording traces: nsys profile -c
-    cudaProfilerApi --capture-range-end=stop tutti profile --nvtx -- COMMAND. Needs CUDA."""
+    """Mark the steps for Nsight Systems instead of recording traces: `nsys profile -c
+    cudaProfilerApi --capture-range-end=stop tutti profile --nvtx -- COMMAND`. Needs CUDA."""
     merge: OutputFile | None = None
-    """Write the traces of all ranks into one file for ui.perfetto.dev, on one clock, with arrows
-    between the ranks of a collective."""
+    """Write the traces of all ranks into one file for ui.perfetto.dev, with a common clock, and
+    with arrows between the ranks of a collective."""
     json: OutputFile | None = None
     """Also write ranks, steps, communication and stragglers to this JSON file."""
 
@@ -84,8 +83,8 @@ def main(arguments: list[str]) -> int:
         )
     if (options.trace is None) == (not command):
         raise UsageError(
-            "tutti profile needs either a program or --trace: tutti profile -- COMMAND records a "
-            "program, and tutti profile --trace DIR reads traces"
+            "tutti profile needs either a program or --trace. Use tutti profile -- COMMAND to "
+            "record a program, or tutti profile --trace DIR to read traces."
         )
     if options.trace is not None:
         rows = _explain(options, options.trace)
@@ -105,7 +104,9 @@ def _capture(options: Profile, arguments: list[str]) -> int:
         for flag in ("tensorboard", "merge", "json", "memory", "stacks", "try_advice"):
             if getattr(options, flag):
                 name = flag.replace("_", "-")
-                raise UsageError(f"--nvtx records no trace for --{name}. Omit one of the flags.")
+                raise UsageError(
+                    f"--{name} needs traces, but --nvtx records none. Omit one of the flags."
+                )
         import torch
 
         if not torch.cuda.is_available():
@@ -123,7 +124,7 @@ def _capture(options: Profile, arguments: list[str]) -> int:
     if traces.is_dir() and any(traces.iterdir()):
         if task.number != 0:
             return 2
-        raise UsageError(f"--out {out} already holds traces. Choose another directory.")
+        raise UsageError(f"--out {out} already has traces. Choose another directory.")
     same_name = ("wait", "warmup", "active", "memory", "stacks", "nvtx")
     settings = {name: getattr(options, name) for name in same_name} | {
         "directory": str(traces),
@@ -145,7 +146,8 @@ def _capture(options: Profile, arguments: list[str]) -> int:
             numbers = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
             print(
                 f"tutti profile: {out} has no exit code of task {numbers} of {task.count}. The "
-                "task still runs, was killed, or cannot write there. All hosts must share --out.",
+                "task still runs, was killed, or cannot write to this directory. --out must be a "
+                "directory that all hosts share.",
                 file=sys.stderr,
             )
     if not traces.is_dir() or not any(traces.glob("rank*")):
@@ -154,9 +156,9 @@ def _capture(options: Profile, arguments: list[str]) -> int:
         print(
             f"tutti profile: {failed}nothing was captured. If no process took {steps} steps (steps "
             "of a torch optimizer or, in a program without an optimizer, calls of its outermost "
-            "module), run longer, or reduce --wait and --warmup. Otherwise the program "
-            "cannot be recorded: python -I, -E or -S, a command that replaces PYTHONPATH, and "
-            f"replayed CUDA graphs prevent recording.{task.missing_rank_hint if code else ''}",
+            "module), run the program longer, or reduce --wait and --warmup. The program cannot be "
+            "recorded if Python is started with -I, -E or -S, if PYTHONPATH is replaced, or if the "
+            f"steps replay CUDA graphs.{task.missing_rank_hint if code else ''}",
             file=sys.stderr,
         )
         return code or 2
@@ -173,7 +175,7 @@ def _capture(options: Profile, arguments: list[str]) -> int:
 
 
 def _try_advice(command: list[str], rows: dict[str, Any], out: Path) -> None:
-    """Try the first advice that can be applied, print the result and add it to `rows`."""
+    """Measure the gain of the first applicable advice. Print the result and add it to `rows`."""
     from tutti.profile.try_advice import (
         choose_advice,
         compare_with_prediction,
@@ -185,12 +187,12 @@ def _try_advice(command: list[str], rows: dict[str, Any], out: Path) -> None:
     for line in skipped:
         print(f"tutti profile: {line}", file=sys.stderr)
     if advice is None:
-        reason = "no other advice is left"
+        reason = "no other advice can be applied"
         if not skipped:
             reason = "no predicted gain exceeds the variation between steps"
         print(
-            f"tutti profile: --try-advice has nothing to try: {reason}. With more steps, for "
-            "example --active 40, smaller gains can be detected.",
+            f"tutti profile: --try-advice has nothing to try: {reason}. With more recorded steps, "
+            "for example --active 40, smaller gains can be detected.",
             file=sys.stderr,
         )
         return
@@ -208,8 +210,8 @@ def _explain(options: Profile, directory: Path, code: int = 0) -> dict[str, Any]
 
     explanation = explain(trace_files(directory))
     rows = explanation.rows()
-    # After Ctrl-C (130) and SIGTERM (143), the recorded steps are normal. After a failure, recorded
-    # steps may be unusual, so no advice is derived from them.
+    # After Ctrl-C (130) and SIGTERM (143), the recorded steps are as usual. If the program failed,
+    # the recorded steps may be unusual, so no advice is derived from them.
     if code not in (0, 130, 143):
         rows["advice"] = []
         rows["notes"].append(f"the program failed with code {code}. See its messages above.")

@@ -54,36 +54,38 @@ class Scale:
         tutti scale --ranks 1,2 -- train.py --lr 0.1
         tutti scale --ranks 1,2 -- torchrun --nproc-per-node {ranks} train.py
 
-    The first command trains a recipe and accepts the flags of tutti train. The other commands run a
-    program unchanged: a script is started once per rank, and a launcher gets the number of ranks
-    from {ranks}. A program is stopped after its steps are recorded. Ctrl-C keeps the results so
-    far.
+    The first command trains a recipe and accepts the flags of tutti train. The other commands run
+    an unchanged program. A script is started once per rank. If COMMAND is a launcher, {ranks} in it
+    is replaced by the number of ranks. A program is stopped when enough steps have been recorded.
+    Ctrl-C keeps the results so far.
     """
 
     USAGE_END = "[-- COMMAND]"
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Comma-separated numbers of ranks, such as 1,2,4. Efficiency is relative to the run with
+    """Comma-separated numbers of ranks, such as `1,2,4`. Efficiency is relative to the run with
     the fewest ranks."""
     mode: Literal["strong", "weak"] | None = None
-    """strong: the global batch is the same for every number of ranks. weak: the batch of each rank
-    is the same for every number of ranks. For a recipe, this flag sets the batch (default: strong).
-    For a program, this flag states how the program sets its batch (default: weak)."""
+    """`strong`: the global batch is the same for every number of ranks. `weak`: the batch per rank
+    is the same for every number of ranks. For a recipe, this flag sets the batch (default:
+    `strong`). For a program, this flag tells tutti how the program sets its batch (default:
+    `weak`)."""
     repeats: int = 3
     """Number of runs with each number of ranks."""
     until_clear: bool = False
     """Add repeats until the largest cause of lost efficiency exceeds the variation between repeats,
-    or all causes are small, up to 4 times --repeats."""
+    or all causes are small. The maximum is 4 times --repeats."""
     steps: int | None = None
     """Number of timed steps per run (default: 20)."""
     settle: int = 5
     """Number of steps to skip at the start of a run."""
     active: int = Schedule.recorded
-    """Number of steps to record with the profiler. On CPUs they alternate with the timed steps."""
+    """Number of steps to record with the profiler. On CPUs, recorded and timed steps alternate."""
     sweep: str | None = None
-    """A flag of tutti train and its values, such as bucket-mb=1,5,25 or batch=4,8. Every value is
-    run with every number of ranks. lr=0.1,0.2 compares losses, like tutti train --lr-sweep."""
+    """A flag of tutti train and its values, such as `bucket-mb=1,5,25` or `batch=4,8`. Every value
+    is run with every number of ranks. `lr=0.1,0.2` compares losses instead of speeds, like tutti
+    train --lr-sweep."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks. auto selects CUDA if a GPU is visible."""
+    """Device of the ranks. `auto` selects CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
     """Maximum number of ranks that share one GPU."""
     out: OutputFolder | None = None
@@ -106,7 +108,7 @@ def main(arguments: list[str]) -> int:
     own_flags, train_flags = split_own_flags(Scale, flags)
     options = parse(Scale, "tutti scale", own_flags)
     if command[:1] == ["train"] or command[:2] == ["tutti", "train"]:
-        # Flags after `-- train` mean the same as flags before the dashes.
+        # Flags after `-- train` have the same meaning as flags before the dashes.
         train_flags += command[command.index("train") + 1 :]
         command = []
     if options.ranks is None:
@@ -119,14 +121,14 @@ def main(arguments: list[str]) -> int:
     sizes = sorted({int(item) for item in items})
     if not command and not any(flag.partition("=")[0] == "--recipe" for flag in train_flags):
         program = next((flag for flag in train_flags if flag.endswith(".py")), None)
-        cure = "Add --recipe NAME (lenet, gpt, …), or -- train.py …."
+        cure = "Add --recipe NAME (such as gpt) or -- COMMAND."
         if program is not None:
-            cure = f"Put two dashes before the program: tutti scale --ranks 1,2 -- {program} …."
+            cure = f"Write two dashes before the program: tutti scale --ranks 1,2 -- {program} …"
         raise UsageError(f"there is no job to run. {cure}")
     if command and train_flags:
         raise UsageError(
-            f"there is no flag {train_flags[0]}. See tutti scale --help. Write the flags of a "
-            "program after its name."
+            f"there is no flag {train_flags[0]}. See tutti scale --help. Write the flags of the "
+            "program after the name of the program."
         )
     _check(options)
     if command:
@@ -138,8 +140,8 @@ def _check(options: Scale) -> None:
     launcher = identify(os.environ).launcher
     if launcher != "python":
         raise UsageError(
-            f"tutti scale starts ranks itself, but {launcher} started this process as a rank. "
-            "Run tutti scale without a launcher."
+            f"tutti scale starts the ranks, but {launcher} has started this process as a rank. Run "
+            "tutti scale without a launcher."
         )
     check_at_least(1, options, "repeats", "steps", "active", "ranks_per_gpu")
     check_at_least(0, options, "settle")
@@ -149,7 +151,7 @@ def _check(options: Scale) -> None:
 
 
 def _scale_program(options: Scale, sizes: list[int], command: list[str]) -> int:
-    """Run any training program, unchanged, and return the exit code."""
+    """Measure an unchanged training program, and return the exit code."""
     from tutti.cli import COMMANDS
     from tutti.profile.captured_command import resolve_command
 
@@ -164,8 +166,8 @@ def _scale_program(options: Scale, sizes: list[int], command: list[str]) -> int:
 
 
 def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
-    """Run tutti train with these flags, and return the exit code."""
-    # Report wrong flags of the user before `extra_flags` adds flags.
+    """Measure tutti train with these flags, and return the exit code."""
+    # Check the user's flags first, before `extra_flags` adds flags to them.
     _read_train_flags(flags, sizes[0])
     mode: Mode = options.mode or "strong"
     swept_flag, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
@@ -178,17 +180,17 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
 
     def extra_flags(ranks: int, swept_values: dict[str, str]) -> list[str]:
         added = [text for flag, value in swept_values.items() for text in (f"--{flag}", value)]
-        # Checkpoints would disturb the timed steps, so the only checkpoint is at the end.
+        # A checkpoint would delay the timed steps, so save one only after the last step.
         added += ["--steps", steps, "--no-evaluate", "--checkpoint-every", steps]
         settings = _read_train_flags([*flags, *added], ranks)[0].settings
         batch = settings.batching.global_batch
         if mode == "weak" and batch is not None:
             raise UsageError(
-                f"--global-batch {batch} is shared by all ranks, but --mode weak keeps the batch "
-                "of each rank. Use --batch, or --mode strong."
+                f"--global-batch {batch} is the batch of all ranks together, but --mode weak needs "
+                "the batch per rank. Use --batch, or --mode strong."
             )
         if mode == "strong" and not batch:
-            # All runs use the global batch of the smallest number of ranks.
+            # All runs use the global batch of the run with the fewest ranks.
             batch = make_schedule(settings, sizes[0], MANY_SAMPLES).global_batch
             added += ["--global-batch", str(batch)]
         return added
@@ -202,7 +204,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
                 make_schedule(train.settings, ranks, MANY_SAMPLES)
             except UsageError as error:
                 batch = train.settings.batching.global_batch
-                shared = f" (strong scaling: all runs share {batch} samples)" if batch else ""
+                shared = f" (strong scaling: global batch {batch} in all runs)" if batch else ""
                 cure = ", or --mode weak" if batch else ""
                 raise UsageError(f"with {ranks} ranks{shared}: {error}{cure}") from None
             check_before_start(train, base, ranks)
@@ -218,7 +220,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
 def _sweep_learning_rates(
     options: Scale, sizes: list[int], flags: list[str], values: list[str]
 ) -> int:
-    """Compare the losses (not the speed) of learning rates, like tutti train --lr-sweep."""
+    """Compare the losses of learning rates instead of speeds, like tutti train --lr-sweep."""
     train_flags = [*flags, "--ranks", ",".join(map(str, sizes)), "--lr-sweep", ",".join(values)]
     train_flags += options.device_flags()
     train_flags += [] if options.steps is None else ["--steps", str(options.steps)]
@@ -278,7 +280,7 @@ def _measure(
 def _add_repeats(
     series: scale_runs.RunSeries, sizes: Sequence[int], repeats: int, mode: Mode
 ) -> None:
-    """Add repeats until every row is clear (see efficiency.py), up to 4 times --repeats."""
+    """Add repeats until every row is clear (as efficiency.py defines it), up to 4 × --repeats."""
     for repeat in range(repeats, 4 * repeats):
         ended = series.stopped or series.failure is not None
         if ended or all(row["clear"] for row in Scaling(series.runs, mode).rows()[1:]):
@@ -294,7 +296,7 @@ def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
 
 
 def _read_train_flags(flags: Sequence[str], ranks: int) -> tuple[Train, Recipe]:
-    """Return the result of `read_flags`, with {ranks} replaced by the number of ranks."""
+    """Call `read_flags` with {ranks} in the flags replaced by the number of ranks."""
     options, base = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
     check_timed_run(options)
     return options, base

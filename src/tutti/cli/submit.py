@@ -1,4 +1,4 @@
-"""tutti submit slurm|mpi: writes a cluster job as a script, and submits it."""
+"""tutti submit slurm|mpi: writes a job script for a cluster, and submits it."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tutti.world.jobs import mpi_script, parse_hosts, slurm_script
 _USAGE = """usage: tutti submit slurm [flags] -- COMMAND
        tutti submit mpi --hosts n1:4,n2:4 [flags] -- COMMAND
 
-Writes the job as a readable script and submits it. --dry-run only prints the script.
+Writes a job script and submits it. --dry-run only prints the script.
 `tutti submit slurm --help` and `tutti submit mpi --help` list the flags."""
 
 
@@ -34,7 +34,7 @@ class Slurm:
     ranks_per_node: int | None = None
     """Number of ranks on each node (default: one per GPU, or 1 without GPUs)."""
     cpus_per_rank: int | None = None
-    """Number of CPU cores for each rank (default: the default of the cluster)."""
+    """Number of CPU cores for each rank (default: the cluster's default)."""
     partition: str | None = None
     """Slurm partition."""
     time: str | None = None
@@ -50,7 +50,7 @@ class Slurm:
     output: str = "%x-%j.out"
     """Output file of the job. %x is the job name, and %j is the job id."""
     sbatch: tuple[str, ...] = ()
-    """More flags for sbatch, without dashes, such as --sbatch exclusive constraint=h200."""
+    """More flags for sbatch, without dashes, such as `--sbatch exclusive constraint=h200`."""
     script: OutputFile | None = None
     """File for the script (default: NAME.sbatch in the current directory)."""
     dry_run: bool = False
@@ -63,11 +63,12 @@ class Mpi:
 
     USAGE_END = "-- COMMAND"
     hosts: str = "localhost:1"
-    """Hosts with the number of ranks on each, such as n1:4,n2:4. Rank 0 runs on the first host."""
+    """Hosts, and the number of ranks on each host, such as `n1:4,n2:4`. Rank 0 runs on the first
+    host."""
     mpirun: str = "mpirun"
-    """The mpirun command, with its own flags if needed, such as "mpirun --map-by node"."""
+    """The mpirun command. It may have flags, such as "mpirun --map-by node"."""
     flavour: Literal["auto", "openmpi", "mpich"] = "auto"
-    """MPI implementation. auto reads it from mpirun --version."""
+    """MPI implementation. `auto` detects it with mpirun --version."""
     script: OutputFile | None = None
     """File for the script (default: NAME.mpi.sh in the current directory)."""
     dry_run: bool = False
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> int:
         return 0
     kind = arguments[0] if arguments else ""
     if kind not in ("slurm", "mpi"):
-        raise UsageError(f"the kind must be slurm or mpi, as in tutti submit slurm, got {kind!r}")
+        raise UsageError(f"tutti submit must be followed by slurm or mpi, got {kind!r}")
     flags, command = split_at_dashes(arguments[1:])
     program = f"tutti submit {kind}"
     options: Slurm | Mpi
@@ -149,13 +150,15 @@ def _flavour(mpirun: str) -> str:
 
 def _require_program(program: str, cure: str) -> None:
     if shutil.which(program) is None:
-        raise UsageError(f"{program} is not installed here. {cure}.")
+        raise UsageError(f"{program} is not installed on this host. {cure}.")
 
 
 def _write(path: Path, script: str) -> Path:
     try:
         if path.exists() and path.read_bytes() != script.encode():
-            raise UsageError(f"{path} exists with other content. Remove it or use --script FILE.")
+            raise UsageError(
+                f"{path} exists with different content. Remove this file, or use --script FILE."
+            )
         path.write_text(script)
         path.chmod(0o755)
     except OSError as error:

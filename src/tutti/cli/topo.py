@@ -1,4 +1,4 @@
-"""tutti topo: the devices of this host, or of all hosts of a world, and the links between them."""
+"""tutti topo: shows the devices of one host, or of all hosts of a world, and their links."""
 
 import os
 import sys
@@ -43,14 +43,14 @@ class Topo:
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start. Ignored under torchrun, srun or mpirun."""
     start_timeout: float = START_TIMEOUT
-    """Seconds to wait until all ranks have started."""
+    """Seconds to wait for all ranks to start."""
 
 
 def main(arguments: list[str]) -> int:
     options = parse(Topo, "tutti topo", arguments)
     if options.from_ is not None:
         if options.ranks is not None:
-            raise UsageError("--from shows recorded hosts: remove --ranks")
+            raise UsageError("--ranks has no effect with --from. Omit one of the flags.")
         return _show(recorded_machines(options.from_), options)
     single_process = identify(os.environ).size == 1
     if options.ranks is not None and single_process:
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
-    # This command does no work on GPUs, so device="cpu" lets ranks start without a GPU.
+    # This command does not compute on GPUs. With device="cpu", ranks also start without a GPU.
     with init(device="cpu", start_timeout=options.start_timeout) as world:
         found = gather_json(asdict(observe()) if world.local_rank == 0 else None)
         if world.is_first:
@@ -75,16 +75,16 @@ def main(arguments: list[str]) -> int:
 
 
 def recorded_machines(path: Path) -> list[Machine]:
-    """Return the machines in `--from FILE`."""
+    """Return the machines in the file of --from."""
     try:
         return read_machines(path)
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise UsageError(f"--from {path}: {reason}. Use a file that --record wrote") from None
+        raise UsageError(f"--from {path}: {reason}. Use a file that --record wrote.") from None
 
 
 def record_machines(path: Path, machines: Sequence[Machine], note: str) -> None:
-    """Write the machines to `--record FILE`."""
+    """Write the machines to the file of --record."""
     write_result("--record", path, format_machines(machines, ["tutti", *sys.argv[1:]], note))
 
 
@@ -133,7 +133,7 @@ def _json_rows(topologies: Sequence[Topology]) -> dict[str, Any]:
 
 
 def topology_lines(topology: Topology, width: int) -> Iterator[str]:
-    """Yield the matrix, devices, NUMA nodes and legend, if possible within `width` columns."""
+    """Yield the lines of the matrix, devices, NUMA nodes and legend, wrapped at `width`."""
     for line in _unwrapped_lines(topology, width):
         yield from textwrap.wrap(line, width, subsequent_indent=" " * 6) or [""]
 
@@ -196,7 +196,7 @@ def _matrix_lines(topology: Topology, width: int) -> Iterator[str]:
     classes = [topology.link_class(a, b) for a in rows for b in columns]
     cell = max(map(len, [*columns, *classes]))
     fitting = max(1, (width - left) // (cell + 1))
-    # If not all columns fit, the columns of NICs start a new block.
+    # If not all columns fit into `width`, the NIC columns start a new block.
     groups = [columns] if len(columns) <= fitting else [rows, columns[len(rows) :]]
     blocks = [
         group[start : start + fitting]
@@ -239,8 +239,8 @@ def _gpu_lines(
         yield f"      {text}, to {' and '.join(kinds)}" if kinds else f"      {text}"
         for link in gpu.nvlinks:
             errors = ", ".join(f"{count} {kind}" for kind, count in link.errors.items())
-            # Do not warn if all links are inactive: NVLink is then not in use, for example with a
-            # single GPU in a virtual machine.
+            # If all links are inactive, NVLink is not in use, for example because a virtual machine
+            # has only one GPU. Do not warn in this case.
             if (not link.active and active) or errors:
                 state = "active" if link.active else "INACTIVE"
                 yield f"      link {link.index}: {state}{', errors: ' * bool(errors)}{errors}"
@@ -265,7 +265,7 @@ def _nic_lines(topology: Topology, nic: Interface) -> Iterator[str]:
 def _legend_lines(topology: Topology) -> Iterator[str]:
     shown = [link for link in topology.links if link.a.startswith("GPU")]
     used = {"NV#" if link.nvlinks else link.link_class for link in shown} | {"X"}
-    # The reason for an unknown class is usually the same for all pairs. Show only the first reason.
+    # The reason for an unknown link class is usually the same for all pairs, so show only one.
     unknown = next((f": {link.reason}" for link in shown if link.link_class == "?"), "")
     for link_class, meaning in LINK_CLASSES.items():
         if link_class in used:

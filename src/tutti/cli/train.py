@@ -42,9 +42,10 @@ from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
 
-# Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped and --resume can continue.
+# Exit code of a run that was stopped by a signal and that --resume can continue (EX_TEMPFAIL in
+# sysexits.h).
 STOPPED = 75
-# Flags whose values a plan must not change.
+# Flags that a plan may set. If such a flag is given, the plan keeps its value.
 PLANNED_FLAGS = (
     "--batch",
     "--accumulation",
@@ -52,7 +53,7 @@ PLANNED_FLAGS = (
     "--pipeline-schedule",
     "--bucket-mb",
 )
-# Pairs of a flag and the flag that overrides it.
+# Pairs of (flag, flag that overrides it).
 _OVERRIDDEN = (
     ("--epochs", "--steps"),
     ("--batch", "--global-batch"),
@@ -65,48 +66,49 @@ _OVERRIDDEN = (
 class Train(WorldFlags):
     """Train a recipe: tutti train --recipe lenet --ranks 2
 
-    A flag overrides the value in a recipe file, and a recipe file overrides the value of its base
-    recipe. Ctrl-C saves a checkpoint. To continue a run: tutti train --resume --out DIR. To repeat
-    a run with the same ranks and layout: tutti train --recipe DIR/recipe.toml.
+    A flag overrides the value in a recipe file, and a value in a recipe file overrides the value of
+    its base recipe. Ctrl-C saves a checkpoint. To continue a run: tutti train --resume --out DIR.
+    To repeat a run with the same ranks and layout: tutti train --recipe DIR/recipe.toml.
     """
 
     settings: Recipe
     recipe: str = "lenet"
-    """Recipe to train: lenet, wideresnet, efficientnet, gpt, own (AdamW, for --model
-    package.module:function), hf (fine-tuning of --model hf:FOLDER), or a TOML file that begins with
-    base = "NAME". The default is hf for --model hf:FOLDER, own for --model package.module:function,
-    and otherwise lenet."""
+    """Recipe to train: `lenet`, `wideresnet`, `efficientnet`, `gpt`, `own` (for --model
+    package.module:function, with AdamW), `hf` (to fine-tune --model hf:FOLDER), or a TOML file that
+    begins with `base = "NAME"`. The default is `hf` for --model hf:FOLDER, `own` for --model
+    package.module:function, and `lenet` otherwise."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: the number that --layout needs, or the number in the
     recipe file, or 1). Ignored under torchrun, srun or mpirun. With --lr-sweep, a comma-separated
-    list such as 1,2."""
+    list such as `1,2`."""
     out: OutputFolder | None = None
     """Run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
     """Continue the run in --out from its last valid checkpoint."""
     evaluate_only: bool = False
-    """With --resume: print test loss and metric of the last checkpoint, without training."""
+    """With --resume, do not train: print the test loss and the metric of the last checkpoint."""
     tensorboard: bool = False
     """Also write TensorBoard files into the run directory, including the traces of --profile."""
     wandb: str | None = None
-    """Also log the metrics to this project of Weights & Biases. Needs pip install wandb."""
+    """Also log the metrics to this Weights & Biases project. Needs pip install wandb."""
     benchmark: bool = False
     """Measure the throughput: train 50 steps (or --steps) on synthetic data, without evaluation and
     checkpoints."""
     profile: bool = False
-    """Record a few steps on every rank. tutti profile --trace DIR explains them."""
+    """Record traces of a few steps on every rank. To explain the traces: tutti profile --trace
+    DIR."""
     nvtx: bool = False
-    """Mark a few steps for Nsight Systems. Run the command under nsys profile -c cudaProfilerApi.
-    Needs CUDA."""
+    """Mark a few steps for Nsight Systems. Run this command with `nsys profile -c
+    cudaProfilerApi`. Needs CUDA."""
     lr_sweep: str | None = None
-    """Comma-separated learning rates to compare, such as 0.05,0.1,0.2. Trains once for each
+    """Comma-separated learning rates to compare, such as `0.05,0.1,0.2`. Trains once for each
     learning rate and each number in --ranks."""
     lr_find: int | None = None
-    """Suggest a value for --lr: train N steps, such as 100, while the learning rate grows from 1e-7
-    to 10, and print the losses. Writes no run directory."""
+    """Suggest a value for --lr: train this number of steps (for example 100) while the learning
+    rate grows from 1e-7 to 10, and print the losses. Writes no run directory."""
     batch_find: bool = False
-    """Find the largest --batch that fits into memory with these ranks, in short runs of new
-    processes. Writes no run directory."""
+    """Find the largest --batch that fits into memory with these ranks. Each batch size is tried in
+    a short run with new processes. Writes no run directory."""
 
     def run_directory(self) -> Path:
         name = run_name(self.settings, self.recipe)
@@ -119,8 +121,8 @@ def main(arguments: list[str]) -> int:
     if options.settings.parallel.layout == "auto":
         if not starts_ranks:
             raise UsageError(
-                "--layout auto needs tutti train to start the ranks: run tutti plan first, and "
-                "give its layout"
+                "--layout auto works only if tutti train starts the ranks. Run tutti plan first, "
+                "and use its layout."
             )
         arguments = _with_best_layout(options, arguments)
         options, base = read_flags(arguments)
@@ -128,7 +130,7 @@ def main(arguments: list[str]) -> int:
         raise UsageError("--resume needs the directory of the run. Add --out DIR.")
     if options.evaluate_only and not (options.resume and options.settings.length.evaluate):
         missing = "--evaluate" if options.resume else "--resume --out RUN"
-        raise UsageError(f"--evaluate-only needs a checkpoint and test data: add {missing}")
+        raise UsageError(f"--evaluate-only needs a checkpoint and test data. Add {missing}.")
     for name in ("tensorboard", "wandb", "profile", "benchmark"):
         if options.evaluate_only and getattr(options, name):
             raise UsageError(f"--{name} has no effect with --evaluate-only. Omit one of them.")
@@ -157,11 +159,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _with_best_layout(options: Train, arguments: list[str]) -> list[str]:
-    """Return the arguments with the flags of the best plan for this host in place of auto."""
+    """Return the arguments with `--layout auto` replaced by the flags of this host's best plan."""
     if options.lr_sweep is not None or options.resume or options.batch_find:
         other = "--batch-find" if options.batch_find else "--lr-sweep"
         other = "--resume" if options.resume else other
-        raise UsageError(f"--layout auto cannot be combined with {other}: give a layout")
+        raise UsageError(f"--layout auto cannot be combined with {other}. Use a fixed layout.")
     layout = replace(options.settings.parallel, layout=None)
     settings = replace(options.settings, parallel=layout)
     ranks = _local_ranks(replace(options, settings=settings))
@@ -199,7 +201,7 @@ def _local_ranks(options: Train) -> int:
 
 
 def _check_combinations(options: Train, arguments: list[str]) -> None:
-    """Refuse a flag that another flag of the same command line overrides."""
+    """Raise UsageError if one flag of the command line overrides another one."""
     for flag, other in _OVERRIDDEN:
         if flag_value(flag, arguments) is not None and flag_value(other, arguments) is not None:
             raise UsageError(f"{flag} has no effect with {other}. Omit one of them.")
@@ -207,8 +209,8 @@ def _check_combinations(options: Train, arguments: list[str]) -> None:
         raise UsageError("--resume has no effect with --lr-sweep. Omit one of them.")
 
 
-_MIN_RANGE_STEPS = 20  # of --lr-find
-# Flags of the command, and values of the recipe, that have no effect in a mode.
+_MIN_RANGE_STEPS = 20  # the minimum of --lr-find
+# Flags and recipe values that have no effect with --lr-find or --batch-find.
 _NO_RUN = ("out", "resume", "evaluate_only", "tensorboard", "wandb", "benchmark", "profile", "nvtx")
 _NO_LENGTH = (
     *("steps", "epochs", "evaluate_every", "checkpoint_every"),
@@ -218,7 +220,7 @@ _NO_LR = ("lr", "schedule", "warmup", "final_lr", "metric", "evaluate")
 
 
 def _check_modes(options: Train) -> None:
-    """Refuse flags that have no effect with --lr-find or --batch-find."""
+    """Raise UsageError for flags that have no effect with --lr-find or --batch-find."""
     for mode in ("lr_find", "batch_find"):
         if getattr(options, mode) in (None, False):
             continue
@@ -236,7 +238,7 @@ def _check_modes(options: Train) -> None:
 
 
 def _unused_in_mode(options: Train) -> dict[str, str]:
-    """Return the values of the recipe that --lr-find or --batch-find does not use."""
+    """Return {recipe value: flag} for values that --lr-find or --batch-find does not use."""
     if options.lr_find is not None:
         return dict.fromkeys((*_NO_LENGTH, *_NO_LR), "--lr-find")
     if options.batch_find:
@@ -245,12 +247,12 @@ def _unused_in_mode(options: Train) -> dict[str, str]:
 
 
 def check_before_start(options: Train, base: Recipe, ranks: int) -> None:
-    """Make the checks that need neither torch nor ranks. Raise UsageError if one fails."""
+    """Run the checks that need neither torch nor ranks. Raise UsageError if a check fails."""
     settings, device = options.settings, options.device_type()
     if options.nvtx and device != "cuda":
         raise UsageError(_NVTX_NEEDS_CUDA)
     check_wandb(options.wandb)
-    # Check the number of ranks first, because the other checks compute with it.
+    # Check the number of ranks first, because the other checks use it.
     options.check_ranks(ranks)
     check_flags_have_effect(settings, base, options.benchmark, _unused_in_mode(options))
     check_recipe(settings, ranks, device)
@@ -258,7 +260,7 @@ def check_before_start(options: Train, base: Recipe, ranks: int) -> None:
 
 
 def check_timed_run(options: Train) -> None:
-    """Refuse flags of tutti train that the timed runs of other commands cannot have."""
+    """Raise UsageError for flags of tutti train that do not work in tutti scale and tutti tune."""
     runs = ("resume", "evaluate_only", "profile", "wandb")
     for name in (*runs, "lr_sweep", "lr_find", "batch_find"):
         if getattr(options, name):
@@ -270,7 +272,7 @@ _NVTX_NEEDS_CUDA = "--nvtx needs CUDA, but the device is cpu. Omit --nvtx."
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
-    """Return the options of a command line, and the recipe as it was before flags changed it.
+    """Return the options of a command line, and the recipe without the changes by flags.
 
     The model of the recipe determines which flags exist. A resumed run uses the recipe in its run
     directory, unless --recipe is given.
@@ -287,7 +289,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
             check_numbers(base)
         except UsageError as error:
             raise UsageError(f"--recipe {name}: {error}") from None
-    # The number of ranks that --layout needs replaces the number in the recipe file.
+    # If --layout is given, its number of ranks replaces the number in the recipe file.
     in_file = ranks is not None and flag_value("--layout", arguments) is None
     default = Train(settings=base, recipe=name, ranks=str(ranks) if in_file else None)
     options = parse(Train, program, arguments, default=default)
@@ -309,10 +311,10 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
 
 def _as_benchmark(recipe: Recipe, steps: int | None) -> Recipe:
     """Return the recipe of the same run on synthetic data, without evaluation."""
-    # The synthetic images have the size of the dataset that they replace, unless --pixels is given.
+    # Synthetic images have the same size as the images of the dataset, unless --pixels is given.
     given = recipe.data.pixels != RECIPES[built_in_recipe(recipe)].data.pixels
     pixels = 32 if recipe.data.dataset == "cifar100" and not given else recipe.data.pixels
-    # The input shapes of a user's model are known only from its dataset, so this dataset is kept.
+    # The input shapes of a user's model are known only from its dataset, so keep the dataset.
     dataset = recipe.data.dataset if recipe.architecture == OwnModelConfig() else "synthetic"
     return replace(
         recipe,
@@ -366,7 +368,7 @@ def _train(options: Train, base: Recipe) -> int:
             )
         directory = trainer.directory
         if is_attempt:
-            _margin = reserve_margin(world.device)  # this variable keeps the memory in use
+            _margin = reserve_margin(world.device)  # the reference keeps the memory allocated
         if world.is_first:
             file = directory.path / "recipe.toml" if writes or options.resume else None
             recipe = _describe_recipe(settings, base, options.recipe, file)
@@ -441,7 +443,7 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
 def _describe_recipe(settings: Recipe, base: Recipe, name: str, file: Path | None) -> str:
     """Return one line: the recipe, and the values that a recipe file or a flag has changed.
 
-    file: the file with all values.
+    `file` is the file that has all values, or None if no file was written.
     """
     built_in = RECIPES[built_in_recipe(settings)]
     changed = []
@@ -467,14 +469,15 @@ def _describe_recipe(settings: Recipe, base: Recipe, name: str, file: Path | Non
 def _is_attempt(options: Train, arguments: list[str]) -> bool:
     """Return whether `_find_batch` started this rank.
 
-    `_find_batch` adds --batch and --out, which are refused in the user's command with --batch-find.
+    `_find_batch` adds --batch and --out. In the user's command, these flags are refused together
+    with --batch-find, so they identify a rank that `_find_batch` started.
     """
     launched = identify(os.environ).launcher == "tutti"
     return launched and options.out is not None and flag_value("--batch", arguments) is not None
 
 
 def _find_batch(options: Train, base: Recipe, arguments: list[str], ranks: int) -> int:
-    """Print the largest batch that fits. Return the exit code."""
+    """Print the largest batch that fits into memory. Return the exit code."""
     from tutti.train.batch_find import Result, judge, largest_batch
 
     failed, largest = 0, 0
@@ -491,7 +494,7 @@ def _find_batch(options: Train, base: Recipe, arguments: list[str], ranks: int) 
                 print(f"batch {batch}: {error}", file=sys.stderr, flush=True)
                 return "too large"
             command = ["train", *arguments, "--batch", str(batch), "--out", str(out)]
-            errors = io.StringIO()  # of tutti run, which reports a rank that is out of memory
+            errors = io.StringIO()  # messages about ranks that failed, printed only if unexpected
             with redirect_stderr(errors):
                 code = options.start_ranks(command, ranks, show="none")
             file = out / "summary.json"
@@ -509,12 +512,12 @@ def _find_batch(options: Train, base: Recipe, arguments: list[str], ranks: int) 
         batch = largest_batch(options.settings.batching.batch, attempt)
     except _AttemptFailed:
         if largest:
-            print(f"the search ended early; the largest batch so far that fits: {largest}")
+            print(f"the search ended early. The largest batch so far that fits: {largest}")
         return failed
     if not batch:
         raise UsageError(
-            "--batch-find: a batch of 1 does not fit: add --checkpoint-activations full, or ranks "
-            "and a layout with shard, tp or pp"
+            "--batch-find: a batch of 1 does not fit into memory. Add --checkpoint-activations "
+            "full, or use more ranks and a layout with shard, tp or pp."
         )
     print(f"the largest batch that fits: {batch}")
     print(f"To train with it: --batch {batch}")
@@ -522,7 +525,7 @@ def _find_batch(options: Train, base: Recipe, arguments: list[str], ranks: int) 
 
 
 class _AttemptFailed(Exception):
-    """An attempt ended for another reason than memory, which has been printed."""
+    """An attempt failed for another reason than memory. The reason has been printed."""
 
 
 # -- --lr-sweep ------------------------------------------------------------------------------------
@@ -547,7 +550,7 @@ def train_learning_rates(options: Train, arguments: list[str]) -> tuple[Summarie
             file = out / "summary.json"
             summary = json.loads(file.read_text()) if file.exists() else {}
             if code != 0 and "diverged" not in summary:
-                return summaries, code  # a diverged run is a result; any other failure ends all
+                return summaries, code  # stop at a failure; a diverged run is not a failure
             summaries[rate, ranks] = summary
     return summaries, 0
 
