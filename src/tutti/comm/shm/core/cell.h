@@ -163,8 +163,8 @@ static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint
     return TUTTI_OVERTAKEN;
 }
 
-/* Returns 0 and the claimed state, or TUTTI_BUSY minus the rank of the writer that holds the claim.
- * */
+/* Returns 0 and the claimed state, or TUTTI_BUSY minus the rank of the writer that holds the
+ * claim. */
 static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead, uint64_t *claimed) {
     *claimed = 0;
     uint64_t seen = __atomic_load_n(state, __ATOMIC_RELAXED);

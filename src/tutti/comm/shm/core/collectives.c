@@ -103,8 +103,8 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     return 0;
 }
 
-/* Only the root has all sizes, so the other ranks read the number of rounds from the root's table.
- * */
+/* Only the root knows all sizes, so the other ranks read the number of rounds from the root's
+ * table. */
 static int gather(tutti_group *g, const tutti_operation *op)
 {
     uint64_t chunk = g->slot_bytes, rounds = 1;

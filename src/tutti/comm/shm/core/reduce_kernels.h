@@ -79,8 +79,8 @@ static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *o
     }
 
 /* float16 is converted to float32 and back in blocks, with the conversion instructions of the
- * processor (F16C) if it has them. bfloat16 needs only shifts, so REDUCTION converts each element.
- * */
+ * processor (F16C) if it has them. bfloat16 needs only shifts, so REDUCTION converts each
+ * element. */
 #if defined(__x86_64__) && defined(HAS_F16C)
 static TARGET void NAMED(widen)(float *to, const uint16_t *from, uint64_t count)
 {

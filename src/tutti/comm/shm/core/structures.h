@@ -58,8 +58,8 @@ uint64_t tutti_rows_retries(const tutti_rows *); /* number of copies that were r
 void tutti_rows_declare_dead(tutti_rows *, uint32_t rank);
 
 /* ---- A hash map of uint64 keys (all but 2^64 - 1), sharded over ranks. Every rank's shard is
- * tutti_map_shard_bytes() of zeroed memory, aligned to 64. `entries` per shard is a power of 2.
- * ---- */
+ * tutti_map_shard_bytes() of zeroed memory, aligned to 64. `entries` per shard is a
+ * power of 2. ---- */
 typedef struct tutti_map tutti_map;
 uint64_t tutti_map_shard_bytes(uint64_t entries, uint64_t value_bytes);
 tutti_map *tutti_map_create(void *const *shards, uint32_t size, uint32_t rank, uint64_t entries,
@@ -96,7 +96,7 @@ uint64_t tutti_map_limit(const tutti_map *); /* entries of a shard that may be c
 /* Copies up to `count` keys and values of this rank's own shard, and returns the number copied. */
 uint64_t tutti_map_collect(tutti_map *, uint64_t count, uint64_t *keys, void *values);
 /* Frees the entries of deleted keys in this rank's own shard. No rank may use the map during the
-   call. */
+ * call. */
 int tutti_map_compact(tutti_map *);
 uint64_t tutti_map_gets(const tutti_map *); /* number of gets through this handle */
 uint64_t tutti_map_hits(const tutti_map *); /* number of gets that found the key */

@@ -156,8 +156,8 @@ void tutti_note_location(const char *text);
 void tutti_put(void *to, const void *from, uint64_t bytes);
 void tutti_put_signal(void *to, const void *from, uint64_t bytes, uint64_t *signal, uint64_t value,
                       int add); /* the bytes become visible before the value */
-/* Waits until *signal >= value. Fails if `watched` is not NULL and its owner dies during the wait.
-   */
+/* Waits until *signal >= value. Fails if `watched` is not NULL and its owner dies during the
+ * wait. */
 int tutti_wait_signal(const uint64_t *signal, uint64_t value, double timeout_s,
                       const tutti_segment *watched);
 uint64_t tutti_load(const uint64_t *);
