@@ -1,8 +1,8 @@
 /* Segments: a memfd that its creator maps and locks, and that peers open through /proc/PID/fd/FD.
  *
  * The lock is a POSIX record lock. The kernel releases it when the process ends for any reason, and
- * forked children do not inherit it. So a held lock shows that the creator is alive. Forked children
- * (such as data loaders) that live longer than the creator do not hold the lock. */
+ * forked children do not inherit it. So a held lock shows that the creator is alive. Forked
+ * children (such as data loaders) that live longer than the creator do not hold the lock. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 
