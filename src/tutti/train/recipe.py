@@ -1,7 +1,7 @@
-"""Recipe: a dataclass tree that fully describes a training job, and its TOML file.
+"""Recipe: a dataclass tree that describes a training job completely, and its TOML file.
 
-The flags of `tutti train`, the keys of recipe.toml and the reference pages all come from these
-dataclasses. This module does not import torch, so `tutti train --help` stays fast.
+The flags of `tutti train`, the keys of recipe.toml and the reference pages are generated from these
+dataclasses. This module does not import torch, so that `tutti train --help` is fast.
 """
 
 import dataclasses
@@ -30,29 +30,32 @@ Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig |
 
 @dataclass(frozen=True)
 class Data:
-    """The dataset, and how samples reach the device."""
+    """The dataset, and how samples are loaded."""
 
     dataset: str = "digits"
-    """Dataset: digits, fashion-mnist, cifar100, stdlib (source text of Python's standard library),
-    synthetic; your own files as text:PATH, jsonl:PATH, parquet:PATH, tokens:FOLDER or
-    images:FOLDER; or package.module:function, a function that returns (train, test)."""
+    """Dataset: `digits`, `fashion-mnist`, `cifar100`, `stdlib` (the source text of Python's
+    standard library) or `synthetic`; your own files as `text:PATH`, `jsonl:PATH`, `parquet:PATH`,
+    `tokens:FOLDER` or `images:FOLDER`; or `package.module:function`, a function that returns
+    (train, test)."""
     collate: str | None = None
-    """package.module:function that makes (inputs, targets) from a list of samples of your own
-    map-style dataset. Default: torch's default_collate."""
+    """`package.module:function`, a function that converts a list of samples of your own map-style
+    dataset into (inputs, targets). Default: torch's default_collate."""
     data_dir: Path = Path("data")
-    """Directory of fashion-mnist and cifar100, and of text and tokens without a path."""
+    """Directory of `fashion-mnist` and `cifar100`, and of `text` and `tokens` without a path."""
     download: bool = False
-    """Download fashion-mnist or cifar100 into --data-dir if it is missing."""
+    """Download `fashion-mnist` or `cifar100` into --data-dir if it is missing."""
     pixels: int = 28
-    """Height and width of digits, synthetic images and images:FOLDER, in pixels."""
+    """Height and width in pixels of `digits`, `synthetic` and `images:FOLDER`."""
     seq_len: int = 256
-    """Number of tokens per sample of text."""
+    """Number of tokens per text sample."""
     padded: bool = False
-    """Targets of -100 are padding: the loss is the mean over all other targets of all ranks."""
+    """Targets that are -100 are padding. The loss is the mean over all other targets of all
+    ranks."""
     data_on_device: bool = False
     """Keep the whole dataset in device memory."""
     workers: int = 0
-    """Number of loader processes per rank, for datasets that spend much time in Python."""
+    """Number of DataLoader worker processes per rank. Useful if samples take long to load or
+    transform."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,14 @@ class TaskOptions:
     """The loss and the metric of the task."""
 
     loss: str = "cross_entropy"
-    """Loss: cross_entropy (class numbers), mse (regression), bce (several labels per sample, from
-    logits), model (the loss that the model returns if it gets labels, as models of transformers
-    do), or package.module:function, a function (outputs, targets) that returns one loss per sample,
-    or a pair (losses, weights)."""
+    """Loss: `cross_entropy` (for class indices), `mse` (for regression), `bce` (binary cross
+    entropy of logits, for several labels per sample), `model` (the loss that the model returns if
+    it gets labels, as Hugging Face models do), or `package.module:function`, a function (outputs,
+    targets) that returns one loss per sample or a pair (losses, weights)."""
     metric: str | None = None
-    """Metric of the evaluation: accuracy, mse, mae, none, or package.module:function, a function
-    (outputs, targets) that returns one value per sample, or a pair (values, weights). Default:
-    accuracy with the losses cross_entropy and bce, else none."""
+    """Evaluation metric: `accuracy`, `mse`, `mae`, `none`, or `package.module:function`, a function
+    (outputs, targets) that returns one value per sample or a pair (values, weights). Default:
+    `accuracy` with the losses `cross_entropy` and `bce`, else `none`."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,16 @@ class Batching:
     batch: int = 32
     """Number of samples per rank and microbatch."""
     accumulation: int | None = None
-    """Number of microbatches per step. Gradients are summed over replicas once per step; with shard
-    they are reduce-scattered after each microbatch. Default: 1; with pp, the larger of 2 × pp and
-    the number of pipeline stages."""
+    """Number of microbatches per step. Gradients are summed over replicas once per step. With the
+    axis `shard`, they are reduce-scattered after each microbatch. Default: 1, or with the axis
+    `pp`, the larger of 2 × pp and the number of pipeline stages."""
     global_batch: int | None = None
-    """Number of samples per step over all ranks. If set, --batch is ignored."""
+    """Number of samples per step, over all ranks. If set, --batch is ignored."""
     split: str = "even"
-    """How the samples of a step are divided among ranks: even, measured (slower ranks get fewer
-    samples), or shares such as 2,1,1."""
+    """How the samples of a step are divided among ranks: `even`, `measured` (slower ranks get fewer
+    samples), or one share per rank, such as `2,1,1`."""
     drop_last: bool = False
-    """Skip the last step of an epoch if it has fewer samples than the others."""
+    """Skip the last step of an epoch if it has fewer samples than the other steps."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,15 @@ class Optimization:
     """Optimizer and learning rate."""
 
     optimizer: str = "sgd"
-    """Optimizer: sgd, adamw, another class of torch.optim by its name (adadelta, adafactor,
-    adagrad, adam, adamax, asgd, nadam, radam, rmsprop, rprop), or package.module:function, a
+    """Optimizer: `sgd`, `adamw`, another class of torch.optim (`adadelta`, `adafactor`, `adagrad`,
+    `adam`, `adamax`, `asgd`, `nadam`, `radam`, `rmsprop`, `rprop`), or `package.module:function`, a
     function (parameters, lr) that returns a torch.optim.Optimizer."""
     lr: float = 0.1
-    """Peak learning rate, for a global batch of --lr-batch samples."""
+    """Peak learning rate. With --lr-scale, this is the rate for a global batch of --lr-batch
+    samples."""
     lr_scale: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate changes with the ratio of global batch and --lr-batch."""
+    """Scale the learning rate by the ratio global batch / --lr-batch (`linear`), by the square root
+    of this ratio (`sqrt`), or not at all (`none`)."""
     lr_batch: int | None = None
     """Global batch for which --lr was tuned. Required by --lr-scale linear and sqrt."""
     momentum: float = 0.9
@@ -108,19 +113,21 @@ class Optimization:
     betas: tuple[float, float] = (0.9, 0.95)
     """Betas of AdamW, Adam, Adamax, NAdam and RAdam."""
     weight_decay: float = 0.0
-    """Weight decay of parameters with two or more dims; biases and norms have none."""
+    """Weight decay of parameters with two or more dims. Biases and normalization parameters have no
+    weight decay."""
     clip: float | None = None
-    """Maximum norm of the gradient of all parameters; larger gradients are scaled down. Default: no
-    limit."""
+    """Maximum gradient norm, computed over all parameters. Gradients with a larger norm are scaled
+    down to it. Default: no clipping."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Decay of the learning rate after warm-up, as a function of the number of samples."""
+    """Decay of the learning rate after the warm-up, as a function of the number of samples."""
     warmup: float = 0.0
-    """Fraction of the run (0 to below 1) in which the learning rate rises linearly from 0."""
+    """Fraction of the run (at least 0, below 1) in which the learning rate rises linearly from
+    0."""
     final_lr: float = 0.0
-    """Learning rate at the end of the run, as a fraction of the peak."""
+    """Learning rate at the end of the run, as a fraction of the peak learning rate."""
     ema: float | None = None
-    """Decay of an exponential moving average of the weights, such as 0.999. Evaluations,
-    predictions and exports use the average. Default: no average."""
+    """Decay of an exponential moving average of the weights, such as 0.999. Evaluation, prediction
+    and export use the averaged weights. Default: no average."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +135,17 @@ class Compute:
     """Precision, activation checkpointing and compilation."""
 
     precision: Literal["float32", "bf16", "fp16", "float64", "model"] = "float32"
-    """Precision. bf16 and fp16 use autocast with float32 parameters (fp16 with a loss scaler).
-    model keeps the dtype of the model's own parameters, and computes in it."""
+    """Precision. `float32` and `float64`: parameters and computation have this dtype. `bf16` and
+    `fp16`: autocast with float32 parameters (`fp16` with a loss scaler). `model`: parameters keep
+    the dtype with which the model was built, and the model computes in this dtype."""
     checkpoint_activations: Recompute = "none"
-    """Activations to recompute in backward: none, only those that are cheap to compute (selective),
-    or all activations of each block (full)."""
+    """Activations to recompute in the backward pass: `none`, `selective` (activations that are
+    cheap to compute), or `full` (all activations of each block)."""
     compile: bool = False
     """Compile the model with torch.compile."""
     cuda_graph: bool = False
-    """Replay the whole step as one CUDA graph. For small models; requires --data-on-device."""
+    """Replay the whole step as one CUDA graph. Useful for small models. Requires
+    --data-on-device."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +163,15 @@ class Length:
     checkpoint_every: int | None = None
     """Save a checkpoint every N steps instead of after each epoch."""
     keep: int = 2
-    """Number of checkpoints to keep; older checkpoints are removed."""
+    """Number of checkpoints to keep. Older checkpoints are removed."""
     keep_best: str | None = None
-    """Also save and keep the checkpoint with the best test loss (loss), or with the best metric
-    (its name, such as accuracy; max:NAME or min:NAME for a metric function of your own)."""
+    """Also save and keep the checkpoint with the best test score. The score is the test loss
+    (`loss`), a metric by name (such as `accuracy`), or your own metric function (`max:NAME` or
+    `min:NAME`)."""
     patience: int | None = None
-    """End the run after N evaluations in a row without a better score of --keep-best."""
+    """End the run after N consecutive evaluations without a better score of --keep-best."""
     seed: int = 0
-    """Seed of the initial weights and the data order."""
+    """Seed of the initial weights and of the data order."""
 
 
 @dataclass(frozen=True)
@@ -169,19 +179,22 @@ class Recipe:
     """A training job."""
 
     model: str = "lenet"
-    """Model: lenet, wideresnet, efficientnet, gpt, hf:FOLDER (a causal language model that
-    save_pretrained of transformers has written), timm:NAME, or package.module:function."""
+    """Model: `lenet`, `wideresnet`, `efficientnet`, `gpt`, `hf:FOLDER` (a Hugging Face causal
+    language model that save_pretrained wrote into FOLDER), `timm:NAME`, or
+    `package.module:function`."""
     init_from: Path | None = None
-    """Initial weights: a run directory, or a folder with model.safetensors (default: the weights of
-    hf:FOLDER, or newly initialised weights). Names and shapes must be those of the model. With
-    --lora, also a folder with an adapter of peft."""
+    """Initial weights: a run directory, or a directory with model.safetensors. Names and shapes
+    must match the model. With --lora, a directory with a peft adapter is also possible. Default:
+    the weights of hf:FOLDER, or newly initialised weights."""
     lora: str | None = None
-    """Freeze the model and train LoRA adapters, with the options
-    rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Every option may be left out. targets are
-    names of linear layers, or ends of names; by default all-linear: every linear layer except the
-    output layer of a language model. Other defaults: rank 16, alpha 2 × rank, dropout 0."""
+    """Freeze the model and train LoRA adapters. The value is a list of options, such as
+    `rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj`. Every option can be omitted. `targets`
+    are names of linear layers, or ends of such names. The default `all-linear` means every linear
+    layer except the output layer of a language model. The other defaults are rank 16, alpha 2 ×
+    rank, dropout 0."""
     architecture: Architecture = field(default_factory=LeNetConfig)
-    """Sizes of a built-in model; classes, channels and vocabulary are taken from the dataset."""
+    """Sizes of a built-in model. The numbers of classes, channels and tokens are taken from the
+    dataset."""
     data: Data = Data()
     task: TaskOptions = TaskOptions()
     batching: Batching = Batching()
@@ -193,7 +206,7 @@ class Recipe:
 
 
 def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
-    """Return a recipe with some values replaced: {"optimization": {"lr": 0.2}, "model": "gpt"}."""
+    """Return a copy with some values replaced: {"optimization": {"lr": 0.2}, "model": "gpt"}."""
     changes: dict[str, Any] = {}
     for name, value in values.items():
         section: Any = getattr(recipe, name)
@@ -202,12 +215,12 @@ def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
 
 
 def default_recipe(model: str) -> str:
-    """Return the name of the recipe for a model, if no recipe is given."""
+    """Return the name of the recipe that is used for a model if no recipe is given."""
     return "hf" if model.startswith("hf:") else "own" if ":" in model else "lenet"
 
 
 def built_in_recipe(recipe: Recipe) -> str:
-    """Return the built-in recipe with the same kind of model, which recipe.toml names as base."""
+    """Return the name of the built-in recipe with the same type of model, for `base` in a file."""
     kind = type(recipe.architecture)
     return next(name for name, known in RECIPES.items() if type(known.architecture) is kind)
 
@@ -215,8 +228,8 @@ def built_in_recipe(recipe: Recipe) -> str:
 def without_overridden(recipe: Recipe, given: Collection[str]) -> Recipe:
     """Return the recipe without values that would override the `given` flags.
 
-    If epochs is given, the recipe's number of steps is removed. If batch is given, its global batch
-    is removed.
+    If `epochs` is given, the recipe's number of steps is removed. If `batch` is given, the recipe's
+    global batch is removed.
     """
     if "epochs" in given and "steps" not in given:
         recipe = with_values(recipe, {"length": {"steps": None}})
@@ -226,7 +239,7 @@ def without_overridden(recipe: Recipe, given: Collection[str]) -> Recipe:
 
 
 def with_flags(recipe: Recipe, flags: Mapping[str, object]) -> Recipe:
-    """Return a recipe with values that are named as the flags of tutti train: {"lr": 0.2}."""
+    """Return a copy with some values replaced, by the names of the flags: {"lr": 0.2}."""
     sections: dict[str, Any] = {}
     for name, value in flags.items():
         path = _flag_paths(recipe).get(name)
@@ -249,7 +262,7 @@ def with_flags(recipe: Recipe, flags: Mapping[str, object]) -> Recipe:
 
 
 def _flag_paths(recipe: Recipe) -> dict[str, str]:
-    """Map the name of each flag to its path in the recipe, such as optimization.lr."""
+    """Map the name of each flag to its key in the recipe: `lr` to `optimization.lr`."""
     paths: dict[str, str] = {}
     for section, values in dataclasses.asdict(recipe).items():
         inner = values if isinstance(values, dict) else {}
@@ -266,19 +279,20 @@ def read_recipe_and_ranks(name: str) -> tuple[Recipe, int | None]:
     """Return a recipe, and the number of ranks in its file, or None if the file has no number.
 
     In a file, `base = "gpt"` names the built-in recipe whose values the file changes, and
-    `ranks = 2` is the default of --ranks. An unknown key is an error that suggests a known key.
+    `ranks = 2` sets the default of --ranks. An unknown key raises UsageError, which suggests a
+    known key.
     """
     if name in RECIPES:
         return RECIPES[name], None
     path = Path(name)
     if path.suffix != ".toml":
         hint = did_you_mean(name, RECIPES)
-        raise UsageError(f"no recipe {name!r}: {hint} (or give a file that ends in .toml)")
+        raise UsageError(f"no recipe {name!r}: {hint} (or use a file that ends in .toml)")
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(
-            f"--recipe {path} cannot be read ({error.strerror}): check the path"
+            f"--recipe {path} cannot be read ({error.strerror}). Check the path."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--recipe {path}: {error}") from None
@@ -294,12 +308,12 @@ def read_recipe_and_ranks(name: str) -> tuple[Recipe, int | None]:
 
 
 def write_recipe(recipe: Recipe, base: str, ranks: int | None = None) -> str:
-    """Return the whole recipe, and the number of ranks of the run, as TOML text."""
+    """Return all values of the recipe, and the number of ranks of the run, as TOML text."""
     head = {"base": base} if ranks is None else {"base": base, "ranks": ranks}
     return tomli_w.dumps({**head, **_toml_value(dataclasses.asdict(recipe))})
 
 
-_NONE = "none"  # TOML has no null: an unset value is written as this string
+_NONE = "none"  # represents None, because TOML has no null
 
 
 def _toml_value(value: Any) -> Any:
@@ -326,7 +340,7 @@ def _apply(
         current = getattr(target, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, dict):
-                raise UsageError(f"{where}: {prefix}{key} is a section: write [{prefix}{key}]")
+                raise UsageError(f"{where}: {prefix}{key} is a section. Write [{prefix}{key}].")
             changes[key] = _apply(current, value, where, f"{key}.", target)
         else:
             changes[key] = _checked(value, hints[key], f"{where}: {prefix}{key}")
@@ -337,9 +351,9 @@ def _apply(
 
 
 def _suggest(key: str, prefix: str, recipe: Recipe) -> str:
-    """Return the cure for an unknown key: the same key in another section, or a similar key."""
+    """Return a suggestion for an unknown key: this key in another section, or a similar key."""
     here: list[str] = []  # keys of the section with the unknown key
-    paths: dict[str, str] = {}  # maps every key of the recipe to its path, such as optimization.lr
+    paths: dict[str, str] = {}  # maps every key to its full name: `lr` to `optimization.lr`
     for section, values in dataclasses.asdict(recipe).items():
         inner = list(values) if isinstance(values, dict) else []
         here += inner if prefix == f"{section}." else [section] * (not prefix)
@@ -351,7 +365,7 @@ def _suggest(key: str, prefix: str, recipe: Recipe) -> str:
 
 
 def _checked(value: Any, kind: Any, key: str) -> Any:
-    """Return a TOML value as the field's type. An integer is accepted for a float field."""
+    """Convert a TOML value to the field's type. A float field also accepts an integer."""
     if get_origin(kind) in (Union, UnionType):
         kinds = [member for member in get_args(kind) if member is not type(None)]
         if len(kinds) < len(get_args(kind)) and value == _NONE:
