@@ -1,6 +1,6 @@
-"""Capture traces, read them, explain the steps and find stragglers.
+"""Captures and reads traces, explains the time of training steps, and finds stragglers.
 
-The module itself can be called: `with tutti.profile("traces") as p: …` is a `Capture`.
+The module itself is callable: `tutti.profile("traces")` returns a `Capture`.
 """
 
 import sys

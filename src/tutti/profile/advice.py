@@ -1,16 +1,16 @@
-"""Computes advice: changes of the program that save time, and the gain (saved time) of each change.
+"""Computes advice: changes of the program that save time, and the gain (time saved) of each change.
 
-Each kind of advice has one function. The texts are in advice.toml. The gain is computed for each
-recorded step and under several sets of assumptions, because the recording does not show which
-assumptions are right. Each set of assumptions gives the quartiles of the gain over the steps. The
-band of the gain is the range from the lowest first quartile to the highest third quartile of all
-sets, widened by the noise of the steps. Only advice whose whole band is above zero is offered. The
+Each kind of advice has one function. The texts are in advice.toml. The recording does not show
+everything that determines the gain. So the gain is computed for each recorded step with several
+sets of assumptions. Each set of assumptions gives quartiles of the gain over the steps. The band of
+the gain reaches from the lowest first quartile to the highest third quartile of all sets, widened
+by the variation of the step times. Advice is offered only if its whole band is above zero. The
 gains of two changes do not add up if both changes remove the same wait. `findings_without_gain`
 returns findings whose gain cannot be computed from the recording.
 
-The key `change` of an advice tells `tutti profile --try-advice` how to apply the advice: with
-settings of the program, which program_settings.py changes, or with {"flags": {FLAG: VALUE}} for a
-run of tutti train. `change` is None if only the user can change the program.
+The key `change` of an advice tells `tutti profile --try-advice` how to apply the advice. It
+contains program settings that program_settings.py can change, or {"flags": {FLAG: VALUE}} for tutti
+train. `change` is None if the advice cannot be applied automatically.
 """
 
 import math
@@ -30,23 +30,23 @@ from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text, late_rank
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
-# Two runs of the same program may differ by this share of the step, even if the steps within each
-# run take the same time.
+# The step times of two runs of the same program may differ by this share, even if all steps within
+# a run take the same time.
 _RUN_NOISE = 0.03
-_LARGEST_SCALAR = 1024  # bytes. An all-reduce up to this size reduces a loss, not gradients.
+_LARGEST_SCALAR = 1024  # bytes: a smaller all-reduce reduces a loss, not gradients
 _MEMORY_FULL = 0.9  # share of the device's memory
 _MAX_WORKERS = 16
-# Receiving a batch from a worker process takes at least _FETCH_S seconds. At worst it takes
-# _MAX_FETCH_S seconds plus _MAX_FETCH_S_PER_BYTE seconds for each byte.
+# Receiving a batch from a worker process takes at least _FETCH_S seconds, and at most _MAX_FETCH_S
+# + bytes × _MAX_FETCH_S_PER_BYTE seconds.
 _FETCH_S, _MAX_FETCH_S, _MAX_FETCH_S_PER_BYTE = 1e-4, 1.5e-3, 1e-9
 _PAGE_BYTES = 4096
-_EVENT_S = 4e-6  # seconds by which the profiler lengthens a short operator
-# A transfer of t seconds lengthens the computation that runs at the same time by a factor × t
-# seconds. _CONTENTION is the factor if a free CPU or the GPU's copy engines do the transfer.
+_EVENT_S = 4e-6  # seconds that the profiler adds to a short operator
+# A transfer of t seconds lengthens the computation that runs at the same time by factor × t
+# seconds. _CONTENTION is the factor if a GPU or a CPU that is free does the transfer.
 # _FULL_CONTENTION is the factor if the transfer and the computation use the same CPUs.
 _CONTENTION, _FULL_CONTENTION = 0.2, 1.0
-# Ids of the advice that shortens the all-reduces of gradients. The gain of gradient accumulation is
-# computed from the all-reduce time that remains if the user follows this advice first.
+# Ids of the advice that shortens gradient all-reduces. The gain of gradient accumulation is
+# computed from the all-reduce time that remains after the user has followed this advice.
 _GRADIENT_ADVICE = ("no_sync", "buckets", "overlap", "grouping")
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -64,24 +64,23 @@ class ProfiledRun:
 
     @cached_property
     def step_numbers(self) -> list[int]:
-        """The numbers of the steps that all ranks have recorded.
-
-        If no step was recorded on all ranks, these are the numbers of all recorded steps.
+        """The numbers of the steps that all ranks have recorded. If there is no such step, the
+        numbers of all recorded steps.
         """
         per_rank = [{step.number for step in trace.steps} for trace in self.traces]
         return sorted(set.intersection(*per_rank)) or sorted(set.union(*per_rank))
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of a step: the median over steps of the mean over ranks."""
+        """Seconds of a step: the mean over the ranks, then the median over the steps."""
         return median(self.per_step(lambda step: step.seconds))
 
     @cached_property
     def noise_s(self) -> float:
         """Seconds by which the median step times of two runs may differ by chance.
 
-        The standard error of the difference of two medians is 1.25 σ √2 / √n, with σ from the
-        median absolute deviation of the steps.
+        The standard error of the difference of two medians is 1.25 σ √2 / √n. σ is estimated from
+        the median absolute deviation of the step times.
         """
         lengths = self.per_step(lambda step: step.seconds)
         middle = median(lengths)
@@ -91,10 +90,10 @@ class ProfiledRun:
 
     @cached_property
     def overhead(self) -> float:
-        """Recorded / unrecorded step time, limited to 1 to 2. It is 1 if unknown.
+        """(Recorded step time) / (unrecorded step time), limited to 1 to 2. It is 1 if unknown.
 
-        On a CPU the ratio is computed from the CPU time that recording adds, because the times of
-        the steps may differ for other reasons.
+        On a CPU, the ratio is computed from the CPU time that recording adds, because step times
+        may differ for other reasons.
         """
         known = []
         for trace in self.traces:
@@ -108,7 +107,7 @@ class ProfiledRun:
 
     @cached_property
     def program(self) -> dict[str, Any]:
-        """The settings of the program on the first rank. See program_settings.read_settings."""
+        """The program settings on the first rank. See program_settings.read_settings."""
         return self.traces[0].capture_info.get("program") or {}
 
     @cached_property
@@ -117,7 +116,7 @@ class ProfiledRun:
 
     @cached_property
     def ddp(self) -> dict[str, Any] | None:
-        """The settings of DDP, or None if the program has no or several DDP modules."""
+        """The settings of DDP, or None if the program does not have exactly one DDP module."""
         found = self.program.get("ddp") or []
         return found[0] if len(found) == 1 and found[0]["buckets"] else None
 
@@ -159,7 +158,7 @@ class ProfiledRun:
         ]
 
     def part(self, name: str, rank: int | None = None) -> float:
-        """Return the mean seconds of a part per step, on `rank` or on all ranks (None)."""
+        """Return the mean seconds of a part per step, on `rank`, or on all ranks if it is None."""
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
     def exposed_steps(self, axis: str | None, bucket: bool | None = None) -> list[float]:
@@ -179,7 +178,7 @@ class ProfiledRun:
         return fmean(self.exposed_steps(axis, bucket))
 
     def device_memory(self) -> list[tuple[int, int]]:
-        """Return (used bytes, total bytes) of the devices for which both are known."""
+        """Return (used bytes, total bytes) of each device for which both values are known."""
         pairs = [(trace.memory_bytes, trace.device_bytes) for trace in self.traces]
         return [(used, device) for used, device in pairs if used and device]
 
@@ -189,10 +188,10 @@ class ProfiledRun:
 
 
 def advise(run: ProfiledRun) -> list[Advice]:
-    """Return all advice worth trying, the largest gain first.
+    """Return all advice whose gain is above zero, the largest gain first.
 
-    Gradient accumulation changes the training, so it comes after the advice that shortens the
-    all-reduces of gradients.
+    Gradient accumulation changes the global batch, so it comes after the advice that shortens
+    gradient all-reduces.
     """
     kinds = (
         *(_no_sync, _bucket_size, _bucket_view, _find_unused, _overlap, _grouping),
@@ -211,7 +210,7 @@ def advise(run: ProfiledRun) -> list[Advice]:
 
 
 def findings_without_gain(run: ProfiledRun) -> list[str]:
-    """Return findings that may cost time, but whose gain the recording does not show."""
+    """Return findings that may cost time, but whose gain is not visible in the recording."""
     kinds = (_too_many_threads, _memory_full, _gpu_gaps)
     return [text for kind in kinds for text in kind(run)]
 
@@ -233,11 +232,11 @@ def _advice(
     gained: float = 0.0,
     **values: Any,
 ) -> Advice | None:
-    """Return one entry of `advice[]`, or None if the band of its gain reaches down to zero.
+    """Return one entry of `advice[]`, or None if the band of its gain includes zero.
 
     `scenarios` has one list for each set of assumptions, with the gain of each step in seconds.
-    `values` replace the placeholders in the texts of advice.toml. `gained` is the time in seconds
-    per step that other advice saves, if the user should follow that other advice first.
+    `values` has the values of the placeholders in advice.toml. `gained` is the time in seconds per
+    step that other advice saves, if the user should follow the other advice first.
     """
     scenarios = [gains for gains in scenarios if gains]
     if not scenarios:
@@ -273,14 +272,14 @@ def _scaled(values: Sequence[float], *factors: float) -> list[list[float]]:
 
 
 def _argument(kind: str, text: str, constructed_at: str | None) -> str:
-    """Return the constructor call with the argument to set, and the file and line of the call."""
+    """Return the constructor call with the argument to set, and FILE:LINE of the call."""
     return f"{kind}({text})" + (f" in {constructed_at}" if constructed_at else "")
 
 
 def _ddp_change(
     run: ProfiledRun, ddp: dict[str, Any], argument: str, value: Any, flag: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return a change of one DDP argument: as text, and as the value of `change` (see the top)."""
+    """Return a change of one DDP argument, as text and as `change` (see the module docstring)."""
     name, _, given = flag.partition(" ")
     if run.is_tutti:
         return flag, {"flags": {name: given or None}}
@@ -300,12 +299,13 @@ def _bucket_model(run: ProfiledRun) -> BucketModel | None:
 
 
 def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice on the size of DDP buckets. The gain is computed with BucketModel."""
+    """Yield advice on the DDP bucket size. BucketModel predicts the gain."""
     ddp, model = run.ddp, _bucket_model(run)
     if ddp is None or model is None or run.exposed("dp", bucket=True) <= 0:
         return
-    # Buckets of one size do not show latency and bandwidth separately. In this case the fit also
-    # uses the other all-reduces, although they run under different conditions.
+    # If all buckets have about the same size, their times do not show latency and bandwidth
+    # separately. In this case the fit uses all all-reduces, although the others run under different
+    # conditions.
     points = [point for found in model.messages.values() for point in found]
     cost = fit_message_cost(points)
     if cost is None or not cost.separated:
@@ -315,8 +315,8 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
     ranks, best = len(run.traces), None
     for size, buckets in ddp["other_buckets"].items():
         gain = model.gain(buckets, cost, ranks, run.overhead)
-        # More communication during backward may slow the computation, and less communication may
-        # speed the computation up.
+        # More communication during backward may make the computation slower, and less communication
+        # may make it faster.
         slower = run.contention * gain.more_hidden
         scenarios = [*gain.scenarios, [g - slower for g in gain.scenarios[0]]]
         lowest = min(quartiles(gains)[0] for gains in scenarios)
@@ -343,7 +343,8 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _no_sync(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if DDP communicates in several backward passes of a step, not only the last."""
+    """Yield advice if DDP communicates in several backward passes of a step, not only the last
+    one."""
     ddp, model = run.ddp, _bucket_model(run)
     passes = model.passes_per_step() if model is not None else 0
     if ddp is None or model is None or passes < 2 or run.is_tutti:
@@ -353,8 +354,8 @@ def _no_sync(run: ProfiledRun) -> Iterator[Advice | None]:
         saved = [backward for ranks in found[:-1] for backward in ranks.values()]
         gains.append(sum(b.finish - b.end for b in saved) / len(run.traces))
         hidden.append(sum(b.hidden_s for b in saved) / len(run.traces))
-    # A backward pass without communication also saves the copies to and from the buckets, and
-    # transfers no longer slow its computation.
+    # A backward pass without communication also saves the copies to and from the buckets, and its
+    # computation is not slowed by transfers.
     copied = run.per_trace_step(
         lambda trace, step: (
             _reducer_s(trace, step, "copy_bucket_to_grad") + _reducer_s(trace, step, "mul_out")
@@ -380,17 +381,18 @@ def _reducer_s(trace: RankTrace, step: Step, name: str) -> float:
 
 
 def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if DDP copies reduced gradients from its buckets to `.grad` of parameters."""
+    """Yield advice if DDP copies the reduced gradients from its buckets to `parameter.grad`."""
     ddp = run.ddp
     if ddp is None or ddp["gradient_as_bucket_view"] or any(t.on_device for t in run.traces):
         return
     copied = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, "copy_bucket_to_grad"))
     events = len(ddp["bytes"]) * _EVENT_S
     fewest = [0.6 * max(0.0, seconds - events) / run.overhead for seconds in copied]
-    # Without views all gradients of a step exist until zero_grad frees them. malloc may then return
-    # their memory to the system, so the next backward has a page fault for each page. With views a
-    # gradient is freed as soon as it is in its bucket, and the next gradient uses the same memory.
-    # Recorded steps have no such page faults (see _touch_heap in capture.py), but earlier steps do.
+    # Without bucket views, all gradients of a step exist until zero_grad frees them. malloc may
+    # then return their memory to the system, so the next backward has a page fault for each page.
+    # With bucket views, a gradient is freed as soon as it is copied to its bucket, and the next
+    # gradient uses the same memory. Recorded steps have no such page faults (see _touch_heap in
+    # capture.py), but earlier steps have them.
     gradient_pages = (sum(ddp["bytes"]) - max(ddp["bytes"])) / _PAGE_BYTES
     faults_s = fmean(
         min(_page_faults_per_step(trace), gradient_pages)
@@ -416,20 +418,20 @@ def _bucket_view(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _page_faults_per_step(trace: RankTrace) -> float:
-    """Return the page faults of a step before the recording. The first steps are left out."""
+    """Return the median page faults per step before the recording, without the first steps."""
     unrecorded, _ = trace.capture_info.get("page_faults") or ([], [])
     later: list[int] = unrecorded[len(unrecorded) // 2 :]
     return float(median(later)) if later else 0.0
 
 
 def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice if DDP searches for unused parameters and there are none."""
+    """Yield advice if DDP searches for unused parameters although all parameters are used."""
     ddp = run.ddp
     if ddp is None or not ddp["find_unused_parameters"] or ddp["has_unused"]:
         return
     name = "search_unused_parameters"
     searched = run.per_trace_step(lambda trace, step: _reducer_s(trace, step, name))
-    size = 4 * len(ddp["bytes"])  # bytes of the map of used parameters, which DDP all-reduces
+    size = 4 * len(ddp["bytes"])  # bytes of the map of used parameters that DDP all-reduces
     maps = run.per_trace_step(
         lambda trace, step: sum(
             b.end - b.transfer_start for b in buckets_in(trace, step) if b.bytes == size
@@ -449,7 +451,7 @@ def _find_unused(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to reduce gradients during backward if the program reduces them afterwards."""
+    """Yield advice to reduce gradients during backward, if they are reduced after backward."""
     reduced_late = False
     for trace in run.traces:
         for step in trace.steps:
@@ -482,7 +484,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to combine many small all-reduces into one, which pays the latency α once."""
+    """Yield advice to combine many small all-reduces, so that the latency α occurs only once."""
     all_reduces = run.collectives("all_reduce", "dp")
     small = [match for match in all_reduces if match.first.bucket_ready is None]
     count = len(small) / len(run.step_numbers)
@@ -496,7 +498,7 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _gathers(backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
-    """Return a function that finds the all-gathers in backward, or in forward, of a step."""
+    """Return a function that finds the all-gathers in the backward (or forward) of a step."""
 
     def gathers(trace: RankTrace, step: Step) -> list[Collective]:
         border = step.backward_start or step.end
@@ -511,7 +513,7 @@ def _gathers(backward: bool) -> Callable[[RankTrace, Step], list[Collective]]:
 
 
 def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to keep the gathered parameters of FSDP2 units from forward to backward."""
+    """Yield advice to keep FSDP2's gathered parameters from forward to backward."""
     units = [unit for unit in run.program.get("fsdp") or [] if unit["reshard_after_forward"]]
     gathers = _gathers(backward=True)
     more = sum(unit["bytes"] for unit in units)
@@ -525,8 +527,8 @@ def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
         return (moving - trace.compute).seconds
 
     gains = run.per_trace_step(exposed)
-    # The highest factor is above 1, because the advice also saves the copies and waits of these
-    # gathers.
+    # The highest factor is above 1, because the change also saves the copies and waits of these
+    # all-gathers.
     yield _advice(
         run,
         "reshard",
@@ -539,9 +541,8 @@ def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to gather the next FSDP2 unit while the current FSDP2 unit computes.
-
-    On a CPU, FSDP2 waits for each gather before it continues, so prefetching changes nothing.
+    """Yield advice to gather the next FSDP2 unit while the current FSDP2 unit computes. On a CPU,
+    FSDP2 waits for each all-gather before it continues, so prefetching has no effect.
     """
     units = run.program.get("fsdp") or []
     if len(units) < 3 or any(unit["forward_prefetch"] for unit in units):
@@ -551,7 +552,7 @@ def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
     gathers = _gathers(backward=False)
 
     def hideable(trace: RankTrace, step: Step) -> float:
-        """Return the exposed time of gathers that the preceding computation could hide."""
+        """Return the exposed all-gather seconds that the preceding computation could hide."""
         total, before = 0.0, step.start
         for call in sorted(gathers(trace, step), key=lambda call: call.start):
             exposed = Intervals.of([(call.transfer_start, call.end)]) - trace.compute
@@ -581,9 +582,9 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice | None]:
     if max(exposed) <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
         return
     ranks = gathered[0].first.group_size or len(gathered[0].members)
-    # The size of the model is half of the bytes that a step gathers, because parameters are
-    # gathered for forward and again for backward. A replica needs 4 × this size (parameters,
-    # gradients and Adam's two states). At present a rank holds 1 / ranks of that.
+    # The model size is half of the bytes that a step gathers, because parameters are gathered for
+    # forward and again for backward. A replica needs 4 × the model size (parameters, gradients and
+    # Adam's two states). With sharding, a rank holds 1 / ranks of this memory.
     model = sum(match.first.bytes for match in gathered) / len(run.step_numbers) / 2
     more = 4 * model * (1 - 1 / ranks)
     memory = run.device_memory()
@@ -600,7 +601,7 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice | None]:
-    """Yield advice to accumulate the gradients of k microbatches before they are reduced."""
+    """Yield advice to accumulate the gradients of k batches before they are reduced."""
     others = [_gain(advice) for advice in found if advice["id"] in _GRADIENT_ADVICE]
     gained = max(others, default=0.0)
     steps = [max(0.0, exposed - gained) for exposed in run.exposed_steps("dp")]
@@ -608,8 +609,8 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice 
     rest = run.step_s - gained - exposed
     if exposed <= 0:
         return
-    # k is the smallest of 2, 4 and 8 with which exposed communication is at most 5 % of the step,
-    # or 8 if even 8 is too small.
+    # k is the smallest of 2, 4 and 8 for which exposed communication is at most 5 % of the step. If
+    # it is above 5 % even with 8, k is 8.
     k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
     yield _advice(
@@ -625,10 +626,10 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice 
 
 
 def _input(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to load data in worker processes, during the other parts of the step.
+    """Yield advice to load data in worker processes while the program computes.
 
-    If loading one batch takes l seconds and the other parts of the step take r seconds on the
-    slowest rank, a step with w workers takes max(r, l / w), so l / r workers are enough.
+    If loading one batch takes l seconds, and the other parts of the step take r seconds on the
+    slowest rank, a step with w workers takes max(r, l / w) seconds. So l / r workers are enough.
     """
     waits = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
     loaders = [(t.capture_info.get("program") or {}).get("loader") or {} for t in run.traces]
@@ -636,12 +637,13 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
     has_workers = any(trace.has_loader_workers for trace in run.traces)
     if max(waits.values()) <= 0 or (has_workers and not workers):
         return
-    # tutti's loader without workers loads in a thread, which counts as one worker.
+    # Without workers, tutti's loader loads data in a thread. The thread counts as one worker.
     producers = max(1, workers) if run.is_tutti else workers
     if workers and not run.is_tutti and max(loader.get("starved", 0) for loader in loaders) < 0.5:
-        return  # batches are ready in time, so the program only waits to receive them
-    # For each rank, the seconds of its own work and of its input in each step. Neither contains the
-    # time that the rank waits for other ranks, because that time changes if work or input changes.
+        return  # batches are ready in time, so more workers would not help
+    # For each rank: the seconds of its own work and of its input in each step. Both exclude the
+    # time in which the rank waits for other ranks, because this time depends on their work and
+    # input.
     own: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
     inputs: dict[int, list[float]] = {trace.rank: [] for trace in run.traces}
     for step in sorted(run.steps, key=lambda step: step.step):
@@ -667,8 +669,8 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
         fetch = _MAX_FETCH_S + batch_bytes * _MAX_FETCH_S_PER_BYTE if at_worst else _FETCH_S
         slowest = load / count * (1.15 if at_worst else 1.0)
         if at_worst and cpus and not producers:
-            # The process and its workers share the CPUs, so a step takes at least the CPU time per
-            # step divided by the number of CPUs.
+            # The process and its workers share the CPUs, so a step takes at least (CPU seconds per
+            # step) / (number of CPUs).
             slowest = max(slowest, process_cpu / cpus)
         for scale in {1.0, 1 / run.overhead}:
             gains = []
@@ -698,7 +700,7 @@ def _input(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice on the late rank if it is late in most steps. See `straggler_rows`."""
+    """Yield advice on a rank that is late in most steps. See `straggler_rows`."""
     row = late_rank(run.stragglers)
     if row is None or not row["steady"] or row["excess"]["part"] == "input":
         return
@@ -725,7 +727,7 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice | None]:
 
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
     if part != "compute":
-        return f"Look at the Python code of rank {rank} between operators"
+        return f"Check the Python code that rank {rank} runs between operators"
     estimates = {trace.rank: trace.compute_estimate / len(trace.steps) for trace in run.traces}
     estimate = estimates.pop(rank)
     others = fmean(estimates.values())
@@ -733,16 +735,16 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
         return f"Split the batch evenly: rank {rank} has {estimate / others:.1f} times the work"
     if others:
         return (
-            f"Check the clock speed, the CPU cores and other programs on the host of rank {rank}, "
-            "which has the same work as the others but is slower"
+            f"Rank {rank} has the same work as the others but is slower. Check the clock speed, "
+            "the CPU cores and other programs on its host"
         )
     return f"Compare the batch and the device of rank {rank} with those of the other ranks"
 
 
 def _shared_cpus(run: ProfiledRun) -> Iterator[tuple[str, list[RankTrace], int, int]]:
-    """Yield (name, traces, number of CPUs, number of threads) of hosts whose ranks share CPUs.
+    """Yield (host name, traces, CPUs, threads) of each host whose ranks share CPUs.
 
-    The number of threads is the sum over the ranks of the host.
+    `threads` is the sum over the ranks of the host.
     """
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
@@ -757,7 +759,8 @@ def _shared_cpus(run: ProfiledRun) -> Iterator[tuple[str, list[RankTrace], int, 
 def _cpu_binding(run: ProfiledRun) -> Iterator[Advice | None]:
     """Yield advice to bind ranks to separate CPUs.
 
-    The gain assumes that the slowest rank would then take the present mean time of all ranks.
+    The gain is computed with the assumption that the slowest rank would then take the current mean
+    time of all ranks.
     """
     for host, traces, cpus, _ in _shared_cpus(run):
         work = [trace.compute_estimate / len(trace.steps) for trace in traces]
@@ -778,8 +781,8 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice | None]:
             value - fmean(column) for value, column in zip(times[slowest], columns, strict=False)
         ]
         load = (
-            f"the same operators take {1e3 * min(medians.values()):.1f} to "
-            f"{1e3 * max(medians.values()):.1f} ms"
+            f"the same operators take {1e3 * min(medians.values()):.1f} ms on the fastest rank and "
+            f"{1e3 * max(medians.values()):.1f} ms on the slowest rank"
         )
         yield _advice(run, "binding", _scaled(gains, 0.5, 1.0), load=load, cpus=cpus, host=host)
 
@@ -794,9 +797,9 @@ def _too_many_threads(run: ProfiledRun) -> Iterator[str]:
 
 
 def _memory_full(run: ProfiledRun) -> Iterator[str]:
-    """Yield a note if replicas nearly fill the memory.
+    """Yield a note if every rank holds the whole model and memory is nearly full.
 
-    The gain of sharding is unknown, because it moves more bytes but allows a larger batch.
+    The gain of sharding is unknown, because sharding moves more bytes but allows a larger batch.
     """
     full = max((used / device for used, device in run.device_memory()), default=0)
     if full > _MEMORY_FULL and run.collectives("all_reduce", "dp"):

@@ -1,13 +1,13 @@
-"""Computes the parts of a typical step from recorded steps, and corrects them for the profiler.
+"""Computes the parts of a typical step from recorded steps, and removes the cost of recording.
 
-Recording slows the host. On a CPU operators and the short gaps around them take longer. On a GPU
-only the short gaps between kernels grow, because the host launches kernels later. Recording
-does not change how long a program sleeps, waits for data or moves data. Therefore only the slowed
-parts are scaled, and all of them by the same factor.
+Recording slows the host. On a CPU, operators and the short gaps around them take longer. On a GPU,
+only the short gaps between kernels grow, because the host launches kernels later. Recording does
+not change how long a program sleeps, waits for data or moves data. Therefore only the slowed parts
+are scaled, all by the same factor.
 
-On a CPU the factor follows from the CPU seconds of recorded and of unrecorded steps
-(`recording_cpu_seconds`). CPU seconds contain no waiting, and other programs hardly change them.
-On a GPU, and in traces without CPU seconds, the factor is chosen so that the sum of all parts is
+On a CPU, the factor is computed from the CPU seconds of recorded and unrecorded steps
+(`recording_cpu_seconds`). CPU seconds do not include waiting, and other programs hardly change
+them. On a GPU, and in traces without CPU seconds, the factor is chosen so that the parts add up to
 the time of a typical step without the profiler.
 """
 
@@ -18,19 +18,19 @@ from typing import Any
 
 from tutti.measure.spread import middle_half
 
-# A factor below this value is not credible, because recording does not slow operators so much.
+# The smallest accepted factor. Recording does not slow operators by more than 1 / _MIN_FACTOR.
 _MIN_FACTOR = 0.4
-_DIFFERENT_COST = 0.25  # costs of ranks that differ by less than this share count as equal
-_STEPS_BEFORE = 3  # the page faults of these last steps before the recording are counted
-_MIN_TIMED_STEPS = 3  # a median of fewer steps is not robust to one slow step
+_DIFFERENT_COST = 0.25  # recording costs of ranks that differ by a smaller share count as equal
+_STEPS_BEFORE = 3  # page faults are taken from this many steps before the recording
+_MIN_TIMED_STEPS = 3  # with fewer steps, one slow step would change the median
 
 
 @dataclass(frozen=True)
 class CalibratedStep:
-    """The parts of a typical step in seconds, and the step time that they do not explain."""
+    """The parts of a typical step in seconds, and the step time that the parts do not explain."""
 
     parts: dict[str, float]
-    factor: float  # for the slowed parts: seconds without the profiler / recorded seconds
+    factor: float  # of the slowed parts: (seconds without the profiler) / (recorded seconds)
     slowed: tuple[str, ...]
     unexplained: float  # seconds without the profiler minus the sum of the parts
 
@@ -39,7 +39,7 @@ class CalibratedStep:
 
 
 def typical_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sort the steps by length, and return the mean of each part over the middle half."""
+    """Return the mean of each part over the steps whose length is in the middle half."""
     return mean_parts(middle_half(steps, key=lambda parts: sum(parts.values())))
 
 
@@ -48,7 +48,7 @@ def mean_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def timed_steps(step_times: Sequence[float]) -> Sequence[float]:
-    """Return the second half of the step times, or () if it has fewer than _MIN_TIMED_STEPS values.
+    """Return the second half of the step times, or () if this is fewer than _MIN_TIMED_STEPS steps.
 
     The first half is left out, because the first steps of a program are slower than later steps.
     """
@@ -62,11 +62,11 @@ def typical_seconds(step_times: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class RecordingCost:
-    """The seconds that recording adds to the parts of a step, combined over all ranks."""
+    """The seconds that recording adds to the parts of a step, computed from all ranks."""
 
-    own: float  # added to compute, gaps and the code around operators of the fastest rank
-    input: float  # added to operators inside the data loader
-    wait: float  # added to the slowest rank minus added to the fastest rank
+    own: float  # added on the least slowed rank to compute, gaps and the code around operators
+    input: float  # added on the least slowed rank to operators inside the data loader
+    wait: float  # (added on the most slowed rank) − (added on the least slowed rank)
 
 
 def recording_cost(
@@ -74,9 +74,9 @@ def recording_cost(
 ) -> RecordingCost | None:
     """Return the cost of recording, or None if it is unknown.
 
-    `infos` and `operators_in_input` are `capture_info` and `operators_in_input` of each trace. The
-    cost is proportional to the number of operators, so ranks that run more operators are slowed
-    more. If the costs of the ranks are about equal, their difference is chance.
+    `infos` and `operators_in_input` have the `capture_info` and `operators_in_input` of each trace.
+    The cost is proportional to the number of operators, so ranks that run more operators are slowed
+    more. If the costs of the ranks are about equal, their differences are random and count as 0.
     """
     costs = [recording_cpu_seconds(info) for info in infos]
     known = [cost for cost in costs if cost is not None]
@@ -91,9 +91,9 @@ def recording_cost(
 def recording_cpu_seconds(info: Mapping[str, Any]) -> float | None:
     """Return the CPU seconds that recording adds to a step, or None if unknown.
 
-    `info` is the `capture_info` of a trace. Unrecorded steps before the recording may have page
-    faults that later steps do not have (see `avoided_page_fault_seconds`). The time of these page
-    faults is subtracted.
+    `info` is the `capture_info` of a trace. Steps before the recording may have page faults that
+    later steps do not have (see `avoided_page_fault_seconds`). The time of these page faults is
+    subtracted from the unrecorded steps.
     """
     unrecorded, recorded = info.get("cpu_s") or ((), ())
     faults, later_faults = info.get("page_faults") or ((), ())
@@ -111,10 +111,10 @@ def recording_cpu_seconds(info: Mapping[str, Any]) -> float | None:
 
 
 def avoided_page_fault_seconds(info: Mapping[str, Any]) -> float:
-    """Return the seconds of the page faults that interleaved steps do not have.
+    """Return the seconds per step of page faults that interleaved steps no longer have.
 
-    Before the recording, memory is added to the heap for the events of the profiler. The program
-    also uses this memory, so page faults that its steps had before no longer occur.
+    Before the recording, capture.py adds memory to the heap for the profiler's events. The program
+    can also use this memory, so page faults of its earlier steps no longer occur.
     """
     if not (count := info.get("interleaved", 0)):
         return 0.0
@@ -133,12 +133,12 @@ def calibrate(
     max_factor: float,
     recording: RecordingCost | None = None,
 ) -> CalibratedStep:
-    """Scale the slowed parts by one factor, which removes the time that recording adds.
+    """Scale the slowed parts by one factor, to remove the time that recording adds.
 
     If `recording` is None, the added time is unknown, and the factor is chosen so that all parts
-    add up to `seconds`. The factor is limited to credible values. `unexplained` is `seconds` minus
-    the sum of the scaled parts. The part `pause` has the gaps that are too long to be caused by
-    recording. It is added to `host_gap` without scaling.
+    add up to `seconds`. The factor is limited to the range from _MIN_FACTOR to `max_factor`.
+    `unexplained` is `seconds` minus the sum of the scaled parts. The part `pause` has the gaps that
+    are too long to be caused by recording. It is added to `host_gap` without scaling.
     """
     slowed = ("host_gap",) if on_device else ("compute", "hidden", "host_gap", "rest")
     slowed_seconds = sum(recorded.get(name, 0.0) for name in slowed)

@@ -1,4 +1,4 @@
-"""Capture runs torch.profiler on this rank for a few steps and writes one trace file per rank.
+"""Capture runs torch.profiler for a few steps on each rank, and writes one trace file per rank.
 
 This file, program_memory.py and program_settings.py import only torch and the standard library,
 because `tutti profile -- COMMAND` loads them into programs whose environment may not have tutti.
@@ -33,20 +33,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
 from torch.utils.data import dataloader
 
-# A relative import, because the package is tutti_capture in programs without tutti.
+# The import is relative, because the package is named tutti_capture in programs without tutti.
 from .program_memory import ProgramMemory, process_peak_bytes
 from .program_settings import LoaderTimes, read_settings
 
 _OTHER_PROFILER = "the program runs its own torch.profiler. Remove that profiler."
-# How long a rank that has written its trace waits for the other traces before it ends the program.
+# How long a rank waits for the traces of the other ranks before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
-# Maximum number of flight recorder entries that are kept in a trace. The entry of a gloo collective
-# has the group and the sequence number, which are missing in the trace events of the collective.
+# Maximum number of flight recorder entries that are kept in a trace. The recorder entry of a gloo
+# collective has the group and the sequence number. The trace events of the collective have neither.
 _RECORDER_ENTRIES = 20_000
-# Bytes of heap that are prepared for the profiler's events: for each recorded step, and at most for
-# all steps together. The events of one step took up to 9 MB in measurements.
+# Heap bytes that are prepared for the profiler's events: per recorded step, and the maximum for all
+# steps. In measurements, the events of one step took up to 9 MB.
 _HEAP_BYTES_PER_STEP, _MAX_HEAP_BYTES = 16 << 20, 256 << 20
-_HEAP_BLOCK_BYTES = 64 << 10  # malloc may use mmap instead of the heap for blocks of 128 kB or more
+_HEAP_BLOCK_BYTES = 64 << 10  # malloc may use mmap instead of the heap for 128 kB or more
 # torch declares no types for some functions of these modules.
 _enable_record_function: Any = getattr(torch._C._autograd, "_enable_record_function", None)
 _cuda: Any = torch.cuda
@@ -61,18 +61,19 @@ class Capture:
             train(batch)
             p.step()
 
-    `shapes` records tensor shapes. None records them only for programs that compute on CPUs, where
-    message sizes are otherwise unknown. `tensorboard` is a folder into which the traces are also
-    copied, with file names for TensorBoard's profile plugin. `nvtx` marks the steps for Nsight
-    Systems instead of recording them, and needs CUDA. `batch` is the number of samples per step of
-    this rank. If `batch` is None, the samples in the program's data loader are counted. `stop` ends
-    the program when all ranks have written their traces. `replace` overwrites an existing trace. If
-    `replace` is False and a command trains more than once, the first trace is kept.
+    `shapes` records tensor shapes. If it is None, shapes are recorded only for programs that
+    compute on CPUs, because message sizes are otherwise unknown there. `tensorboard` is a folder to
+    which the traces are also copied, with file names for TensorBoard's profile plugin. `nvtx` marks
+    the steps for Nsight Systems instead of recording them, and needs CUDA. `batch` is the number of
+    samples per step of this rank. If `batch` is None, the samples of the program's data loader are
+    counted. `stop` ends the program when all ranks have written their traces. `replace` overwrites
+    an existing trace. If `replace` is False and a command trains more than once, the first trace is
+    kept.
 
-    `interleave` applies to programs that compute on CPUs. It is the maximum number of `wait` steps
-    that are moved between the recorded steps. No operators are recorded in the moved steps. The
-    speed of a machine changes within seconds, so only steps that alternate with the recorded steps
-    show how much recording slows a step.
+    `interleave` is only used for programs that compute on CPUs. It is the maximum number of `wait`
+    steps that are moved between the recorded steps. Operators are not recorded in the moved steps.
+    The speed of a machine changes within seconds, so only unrecorded steps that alternate with
+    recorded steps show how much recording slows a step.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Capture:
                 f"wait={wait}, warmup={warmup}, active={active}"
             )
         if nvtx and not torch.cuda.is_available():
-            raise ValueError("nvtx=True needs CUDA, which is not available. Remove nvtx.")
-        # At its default log level Kineto prints to standard error when it starts and stops.
+            raise ValueError("nvtx=True needs CUDA, but CUDA is not available. Remove nvtx=True.")
+        # At its default log level, Kineto prints to standard error when it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.directory = Path(directory)
         self.wait, self.warmup, self.active = wait, warmup, active
@@ -108,22 +109,22 @@ class Capture:
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
         self.interleave = interleave
         self._unrecorded_between: set[int] = set()  # numbers of the steps that `interleave` moved
-        self.path: Path | None = None  # the path of the trace after it was written
+        self.path: Path | None = None  # the path of the trace, once it is written
         self._profiler: torch.profiler.profile | _NvtxRanges | None = None
         self._steps = 0
-        self._hooks = ExitStack()  # removes all hooks in torch when it is closed
+        self._hooks = ExitStack()  # closing it removes all hooks in torch
         self._batch, self._batch_counter = batch, _BatchCounter(self._hooks)
         self._program_profilers = _ProgramProfilers(self)
         self._device: torch.device | None = None  # the GPU that the program uses, if any
-        # The times of the steps during `wait` (without the profiler) and during `active`.
+        # The times of the unrecorded steps (`wait`) and of the recorded steps (`active`).
         self._unrecorded, self._recorded = _StepTimes(), _StepTimes()
         self._program_settings: dict[str, Any] = {}
-        # Peak memory in bytes before the recording, heap bytes added for the recording, and the
-        # seconds of one page fault.
+        # The peak memory in bytes before the recording, the heap bytes added for the recording, and
+        # the seconds of one page fault.
         self._peak_before, self._touched, self._page_fault_s = 0, 0, 0.0
         self._step_start: Any = None  # None if the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._forward_calls: _ForwardCalls | None = None  # set if the steps are forward calls
+        self._forward_calls: _ForwardCalls | None = None  # not None if forward calls mark the steps
         self._program_memory = ProgramMemory() if memory else None
 
     def __enter__(self) -> "Capture":
@@ -171,7 +172,7 @@ class Capture:
                 self._end_program()
 
     def close(self) -> None:
-        """Stop the profiler and write the recorded steps, if any. Later calls do nothing."""
+        """Stop the profiler and write the trace, if steps were recorded. Later calls do nothing."""
         self._hooks.close()
         if self._unrecorded_between:
             _record_operators(True)
@@ -186,35 +187,34 @@ class Capture:
             if last > first and self._rank == 0:
                 _report(f"steps {first} to {last - 1} are marked for Nsight Systems")
         elif last > first:
-            # Called before stop(), because metadata that is added later is not written.
+            # This call comes before stop(), because metadata that is added later is not written.
             profiler.add_metadata_json("tutti", json.dumps(self._metadata(), default=str))
         profiler.stop()  # calls _write if steps were recorded
 
     def follow_program(self) -> "Capture":
-        """Find the steps of an unchanged program through torch's global hooks.
-
-        A step ends with each step of an optimizer. In a program without an optimizer (inference) a
-        step begins with each call of the outermost module. Nothing is recorded before the first
-        step, so processes that neither train nor run inference are not affected.
+        """Find the steps of a program through torch's global hooks, without changing the program.
+        Each optimizer step ends a step. In a program without an optimizer (inference), each call of
+        the outermost module begins a step. Nothing is recorded before the first step, so processes
+        that neither train nor run inference are not affected.
         """
         self._program_profilers.begin()
         if self._program_memory is not None:
             self._never_raise(self._program_memory.begin)
         self._hooks.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
         self._forward_calls = _ForwardCalls(self)
-        atexit.register(self._at_exit)  # the program may end before the schedule
+        atexit.register(self._at_exit)  # the program may end before all steps are recorded
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if _cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return  # a step captured into a CUDA graph does not run now
+            return  # the step is captured into a CUDA graph and does not run now
         self.ignore_forward_calls()
         if (memory := self._program_memory) is not None:
             self._never_raise(lambda: memory.on_update(optimizer))
             if memory.complete:
                 self._never_raise(memory.end)
         # If the program has several optimizers (a GAN, or one optimizer per parameter), the first
-        # optimizer marks the steps.
+        # one marks the steps.
         if self._leading_optimizer is None:
             self._leading_optimizer = weakref.ref(optimizer)
             parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -230,9 +230,8 @@ class Capture:
         self._never_raise(self._start)
 
     def ignore_forward_calls(self) -> None:
-        """Discard the recorded forward calls.
-
-        The program has an optimizer, so these calls were an evaluation before the training.
+        """Discard the steps that forward calls marked. The program has an optimizer, so these calls
+        were an evaluation before training.
         """
         if self._forward_calls is None:
             return
@@ -247,16 +246,17 @@ class Capture:
     def _at_exit(self) -> None:
         if self._profiler is not None:
             needed = self._last_step + 1
-            # Python sets last_type after an uncaught exception, which already explains the end.
+            # Python sets sys.last_type after an uncaught exception. The exception already explains
+            # why the program ended.
             if not hasattr(sys, "last_type"):
                 _report(
-                    f"the program took {self._steps + 1} steps, but the schedule needs {needed}. "
-                    "Reduce --wait, --warmup or --active, or train longer."
+                    f"the program ran {self._steps + 1} steps, but the capture needs {needed}. "
+                    "Reduce --wait, --warmup or --active, or train for more steps."
                 )
             self._never_raise(self.close)
 
     def _never_raise(self, action: Callable[[], None]) -> None:
-        """Call `action`. An error ends the capture, but never the program."""
+        """Call `action`. An error ends the capture, but not the program."""
         try:
             action()
         except Exception as error:
@@ -272,15 +272,14 @@ class Capture:
         self._profiler = None
 
     def _before_recording(self) -> None:
-        """Prepare the recording.
-
-        This runs after the first `wait` steps, which are timed, so it does not slow these steps.
+        """Prepare the recording. This method runs after the first `wait` steps, so it does not slow
+        these timed steps.
         """
         if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
         self._program_settings = read_settings(self._batch_counter.loader_times)
-        if self._program_memory is not None:  # its hooks would slow the recorded steps
+        if self._program_memory is not None:  # its hooks would slow recorded steps
             self._program_memory.end()
         if not self.nvtx:
             self._peak_before = process_peak_bytes()
@@ -288,7 +287,7 @@ class Capture:
             self._touched, self._page_fault_s = _touch_heap(size)
 
     def _before_profiler_starts(self, starting: Any) -> None:
-        """End this capture if the program starts its own profiler. The recorded steps are kept.
+        """End this capture if the program starts its own profiler. Recorded steps are kept.
 
         `starting` is the profiler that is about to start.
         """
@@ -312,11 +311,11 @@ class Capture:
     def _move_steps_between(self) -> None:
         """Move unrecorded steps between the recorded steps, as `interleave` requests.
 
-        The steps form pairs of one recorded and one unrecorded step. The order within the pairs
-        follows the Thue-Morse sequence, so a drift of the machine's speed or a period of the
-        program affects recorded and unrecorded steps equally.
+        The steps form pairs of one recorded and one unrecorded step. The order within each pair
+        follows the Thue-Morse sequence, so that slow changes of the machine's speed and periodic
+        work of the program affect recorded and unrecorded steps equally.
         """
-        # Undo an earlier move, because the capture may start a second time.
+        # The capture may start a second time. In this case, undo the earlier move first.
         self.wait += len(self._unrecorded_between)
         count = min(self.interleave, self.active, self.wait)
         if self._device is not None or self.nvtx or _enable_record_function is None:
@@ -331,8 +330,8 @@ class Capture:
         self._move_steps_between()
         if self.wait == 0:
             self._before_recording()
-        # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU. A
-        # program may use no GPU on a host that has GPUs.
+        # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU.
+        # The host may have GPUs that the program does not use.
         shapes = self._device is None if self.shapes is None else self.shapes
         if dist.is_available() and dist.is_initialized():
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -362,9 +361,8 @@ class Capture:
         self._step_start = None if in_warmup else now
 
     def _action(self, step: int) -> ProfilerAction:
-        """Return the profiler's action in a step.
-
-        torch.profiler.schedule would return the same actions, but warns if the warm-up is 0.
+        """Return the profiler's action for a step. torch.profiler.schedule would return the same
+        actions, but it warns if `warmup` is 0.
         """
         if step < self.wait:
             return ProfilerAction.NONE
@@ -377,24 +375,24 @@ class Capture:
             return  # already written, or no recorded step has ended
         path = self.directory / f"rank{self._rank}.json.gz"
         if not self.replace and path.exists():
-            _report(f"{path} exists and is kept, so this training is not captured")
+            _report(f"{path} already exists and is kept. The later training is not captured.")
             return
-        # Write, then rename, so that no process reads an unfinished trace. tutti.measure.files has
-        # a function for this, but the program's environment may not have tutti.
+        # Write a temporary file, then rename it, so that no process reads an unfinished trace.
+        # tutti.measure.files has a function for this, but the program's environment may not have
+        # tutti.
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
         self.path = path
         if self.tensorboard is not None:
             self.tensorboard.mkdir(parents=True, exist_ok=True)
-            # TensorBoard's plugin uses the text before the time as the name of the worker.
+            # TensorBoard's plugin uses the part of the name before the time as the worker name.
             name = f"rank{self._rank}.{time.time_ns()}.pt.trace.json.gz"
             shutil.copyfile(path, self.tensorboard / name)
 
     def _end_program(self) -> None:
-        """Wait until all ranks of this host have written traces, then end this rank like sys.exit.
-
-        All ranks end after the same step, and their exit handlers run.
+        """Wait until all ranks of this host have written traces, then raise SystemExit. So all
+        ranks end after the same step, and their exit handlers run.
         """
         local_ranks = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
@@ -403,8 +401,8 @@ class Capture:
         raise SystemExit(0)
 
     def _metadata(self) -> dict[str, Any]:
-        """Return data that torch does not write to a trace. Its key in the trace is `tutti`."""
-        # The heap that was added for the profiler is not counted.
+        """Return the value of `tutti` in the trace: data that torch does not write to a trace."""
+        # The heap bytes that were added for the profiler are not counted.
         process_peak = max(self._peak_before, process_peak_bytes() - self._touched)
         metadata: dict[str, Any] = {
             "backend": "none",
@@ -422,7 +420,7 @@ class Capture:
             metadata["memory"] = self._program_memory.summary(self._device, process_peak)
         if dist.is_available() and dist.is_initialized():
             metadata["backend"] = dist.get_backend()
-            with contextlib.suppress(Exception):  # the recorder is not a stable interface
+            with contextlib.suppress(Exception):  # torch's flight recorder has no stable interface
                 metadata["recorder"] = _recorded_collectives()
         unrecorded, recorded = self._unrecorded.seconds(), self._recorded.seconds()
         between = [number in self._unrecorded_between for number in self._unrecorded.numbers]
@@ -433,20 +431,22 @@ class Capture:
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
-            # ProfilerStep#n is a complete step only if n < steps: torch also writes a range for the
-            # unfinished step during which the capture stops.
+            # ProfilerStep#n is a complete step only if n < `steps`. torch also writes a range for
+            # the unfinished step in which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
-            # The numbers of the steps in step_s. The next value is how many of these steps, counted
-            # from the end, lie between recorded steps.
+            # `timed_steps` has the numbers of the steps in `step_s`. The last `interleaved` of
+            # these steps lie between recorded steps.
             "timed_steps": self._unrecorded.numbers,
             "interleaved": sum(between),
-            # Two lists of minor page faults: one number for each step without the profiler, and one
-            # number for each recorded step. `cpu_s` has the CPU seconds of the thread that trains.
+            # `page_faults` has two lists of minor page faults per step: for unrecorded steps and
+            # for recorded steps. `cpu_s` has two such lists with the CPU seconds of the training
+            # thread.
             "page_faults": [self._unrecorded.page_faults, self._recorded.page_faults],
             "page_fault_s": self._page_fault_s,
             "cpu_s": [self._unrecorded.cpu_s, self._recorded.cpu_s],
-            # The module whose calls are the steps, or None if an optimizer marks the steps.
+            # The class of the module whose calls mark the steps, or None if an optimizer marks
+            # them.
             "steps_of_module": calls.module_name if calls is not None else None,
             "overhead": median(recorded) / median(timed) if both else None,
             "batch": self._batch,
@@ -454,7 +454,7 @@ class Capture:
 
 
 def _now(device: torch.device | None) -> Any:
-    """Return the time on the host's clock, or a CUDA event on `device`."""
+    """Return the host time, or a recorded CUDA event if `device` is given."""
     if device is None:
         return time.perf_counter()
     event = _cuda.Event(enable_timing=True)
@@ -463,7 +463,7 @@ def _now(device: torch.device | None) -> Any:
 
 
 def _record_operators(enabled: bool) -> None:
-    """Switch the recording of operators on or off in this thread, while the profiler runs."""
+    """Enable or disable the recording of operators in this thread while the profiler runs."""
     if _enable_record_function is not None:
         _enable_record_function(enabled)
 
@@ -495,7 +495,7 @@ def _page_faults() -> int:
 
 
 def _kernel_identity() -> str:
-    """Return the boot id of the operating system, or "" if unknown.
+    """Return the boot id of the operating system, or `""` if it is unknown.
 
     Processes with the same boot id share a clock.
     """
@@ -508,13 +508,13 @@ def _touch_heap(size: int) -> tuple[int, float]:
     """Add about `size` bytes to the heap, write to these bytes and free them.
 
     Return the number of bytes, and the seconds of one page fault: the time of the first write to a
-    page minus the time of a second write.
+    page minus the time of the second write.
 
-    The profiler stores its events on the heap. Without the added bytes the heap would grow in the
+    The profiler stores its events on the heap. Without the added bytes, the heap would grow in the
     recorded steps, and each new page would cause a page fault. Thousands of page faults per step
-    slow the steps by an amount that depends on the number of operators and of ranks. malloc returns
-    free memory at the end of the heap to the system, so the block with the highest address is never
-    freed.
+    would slow the steps by an amount that depends on the number of operators and ranks. malloc
+    returns free memory at the end of the heap to the system. To prevent this, the block with the
+    highest address is never freed.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -535,7 +535,7 @@ def _touch_heap(size: int) -> tuple[int, float]:
 
 
 def _recorded_collectives() -> list[dict[str, Any]]:
-    """Return the collectives of gloo groups in torch's flight recorder."""
+    """Return gloo's collectives from torch's flight recorder."""
     recorder: Any = torch._C._distributed_c10d
     entries = json.loads(recorder._dump_fr_trace_json()).get("entries", [])
     return [
@@ -560,16 +560,15 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
 
 
 class _ForwardCalls:
-    """Marks the calls of the outermost module as the steps of a program without an optimizer.
-
-    The steps are the calls of the first module that the program calls twice in evaluation mode or
-    without gradients. Calls inside the forward of another module do not count. The hooks are
-    removed when the program creates an optimizer.
+    """In a program without an optimizer, each call of the outermost module marks a step. The chosen
+    module is the first one that the program calls twice in evaluation mode or without gradients.
+    Calls inside the forward of another module do not count. The hooks are removed when the program
+    creates an optimizer.
     """
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self._depth = 0  # depth of nested calls of modules
+        self._depth = 0  # depth of nested module calls
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._leading: weakref.ref[torch.nn.Module] | None = None
         self.module_name: str | None = None
@@ -615,8 +614,8 @@ class _BatchCounter:
     """Counts the samples of the first data loader that is used after `begin`.
 
     `begin` is called after the program's first step, so an evaluation before training is not
-    counted. A batch of torch's DataLoader counts as many samples as the batch size of the loader.
-    For tutti's Loader the samples in each batch are counted.
+    counted. For torch's DataLoader, each batch counts as `batch_size` samples. For tutti's Loader,
+    the samples in each batch are counted.
     """
 
     def __init__(self, hooks: ExitStack) -> None:
@@ -660,12 +659,12 @@ class _BatchCounter:
 
 
 def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the batch sampler, which is the same in all epochs, and this rank's batch size."""
+    """Return the batch sampler, which identifies the loader in all epochs, and the batch size."""
     sampler = getattr(iterator, "_index_sampler", None)
     if not getattr(iterator, "_auto_collation", False):
         return sampler, None  # the dataset makes the batches itself
     size = getattr(sampler, "batch_size", None)
-    if size and getattr(sampler, "split_batches", False):  # Accelerate splits batches between ranks
+    if size and getattr(sampler, "split_batches", False):  # Accelerate splits batches over ranks
         size /= getattr(sampler, "num_processes", 1)
     return sampler, size
 
@@ -673,9 +672,9 @@ def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
 class _ProgramProfilers:
     """Tracks the torch profilers that the program itself starts, until the capture ends.
 
-    torch runs only one profiler at a time, and a profiler in its warm-up counts as running. The
-    capture is notified before a profiler of the program starts. An idle profiler of the program
-    must not mark steps, because its marks would appear in the trace of the capture.
+    torch can run only one profiler at a time, and a profiler in its warm-up counts as running. This
+    class notifies the capture before a profiler of the program starts. A profiler of the program
+    that is idle must not mark steps, because its step ranges would appear in the capture's trace.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -705,9 +704,8 @@ class _ProgramProfilers:
             _replace(hooks, _profile, name, muted)
 
     def any_active(self) -> bool:
-        """Return whether a profiler of the program runs or warms up.
-
-        This is called before the capture starts its own profiler.
+        """Return whether a profiler of the program runs or warms up. The capture calls this method
+        before it starts its own profiler.
         """
         return bool(self._prepared) or autograd_profiler._is_profiler_enabled
 
@@ -733,12 +731,11 @@ class _ProgramProfilers:
 
 
 class _NvtxRanges:
-    """Emits NVTX ranges for Nsight Systems: steps, operators and every record_function.
-
-    The class has the three methods of torch.profiler.profile that a Capture calls. Nsight and
-    torch.profiler cannot use the tracing interface of the GPU at the same time, so no torch trace
-    is written if NVTX ranges are emitted. `nsys profile --capture-range=cudaProfilerApi` collects
-    only the recorded steps.
+    """Emits NVTX ranges for Nsight Systems: steps, operators and every record_function. The class
+    has the three methods of torch.profiler.profile that `Capture` calls. Nsight and torch.profiler
+    cannot use the GPU's tracing interface at the same time, so no torch trace is written if NVTX
+    ranges are emitted. `nsys profile --capture-range=cudaProfilerApi` collects only the recorded
+    steps.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction], shapes: bool) -> None:
@@ -770,7 +767,7 @@ class _NvtxRanges:
             self._emitting = False
             _cuda.profiler.stop()
             # This call may be inside the range of an optimizer step. torch reports an error if a
-            # range ends after emit_nvtx has ended, so emit_nvtx ends at the next forward.
+            # range ends after emit_nvtx was exited. So emit_nvtx is exited at the next forward.
             self._handle = register_module_forward_pre_hook(self.end)
 
     def end(self, *_: object) -> None:

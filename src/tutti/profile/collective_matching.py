@@ -1,4 +1,4 @@
-"""Match collectives between ranks, set their mesh axes, and put all ranks on one clock."""
+"""Matches collectives between ranks, finds their mesh axes, and aligns the clocks of all ranks."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -17,22 +17,22 @@ _AXES = {
     **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), "pp"),
 }
 # Ranks share a clock if their operating system kernels have the same boot id. Traces of other tools
-# have no boot id. In such traces, ranks with the same host name share a clock, unless they recorded
-# different end times for the same collectives, because containers on several hosts may have the
-# same host name. The end times count as different if their median difference exceeds this constant
-# and three times the spread of the differences.
+# have no boot id. In such traces, ranks with the same host name are assumed to share a clock. But
+# containers on several hosts may have the same host name, so the end times of the same collectives
+# are compared. The ranks have different clocks if the median difference of the end times exceeds
+# this constant and three times the spread of the differences.
 _SAME_CLOCK_SECONDS = 1e-3
 
 
 @dataclass
 class MatchedCollective:
-    """One collective on all ranks whose traces contain it."""
+    """One collective, as recorded by all ranks whose traces contain it."""
 
     members: dict[int, Collective]
 
     @property
     def first(self) -> Collective:
-        """The collective as one of the ranks recorded it, with its operation, size and group."""
+        """The record of one rank. Operation, size and group are the same on all ranks."""
         return next(iter(self.members.values()))
 
     @property
@@ -48,15 +48,15 @@ class MatchedCollective:
 
     @property
     def transfer_seconds(self) -> float:
-        """Seconds from the last arrival to the end, which is the time without waiting."""
+        """Seconds from the last arrival to the end. This is the time without waiting."""
         return max(0.0, max(member.end - member.transfer_start for member in self.members.values()))
 
 
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     """Return the collectives that at least two traces contain.
 
-    The function also sets `last_rank` and `last_arrival` of each collective: the rank that arrived
-    last, and its arrival time. These values are correct only if the clocks are aligned.
+    The function also sets `last_rank` (the rank that arrived last) and `last_arrival` (its arrival
+    time) of each collective. These values are correct only if the clocks are aligned.
     """
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
     ambiguous = {id(collective) for collective in collectives_without_group(traces)}
@@ -68,8 +68,8 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
             if key is None or id(collective) in ambiguous:
                 continue
             if collective.sequence is None or collective.is_point_to_point:
-                # Without a usable sequence number, the n-th collective of the same kind in a step
-                # of one rank matches the n-th collective on the other ranks.
+                # There is no usable sequence number. So the n-th collective with this key in a step
+                # matches the n-th collective with the same key in this step on the other ranks.
                 position = bisect_right(starts, collective.arrival) - 1
                 step = trace.steps[position].number if position >= 0 else -1
                 occurrences[(*key, step)] += 1
@@ -85,10 +85,9 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
 
 
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
-    """Return the collectives that cannot be matched.
-
-    If the program has several groups, a collective without a group name in the trace may belong to
-    any of these groups.
+    """Return the collectives that cannot be matched, because their group is unknown. If the program
+    has several groups, a collective whose trace event has no group name may belong to any of the
+    groups.
     """
     groups = [group for trace in traces for group in trace.groups.values()]
     sizes = {int(group.get("pg_size") or len(group.get("ranks") or ())) for group in groups}
@@ -102,7 +101,7 @@ def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
 def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
     group_ranks = trace.groups.get(collective.group, {}).get("ranks", ())
     ranks = collective.group_ranks or tuple(group_ranks)
-    # Groups of different ranks may have the same name, so the ranks are part of the key.
+    # Groups with different ranks may have the same name, so the ranks are part of the key.
     group = (collective.group, ranks)
     if not collective.is_point_to_point:
         if collective.sequence is not None:
@@ -120,14 +119,14 @@ def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] |
 
 
 def name_axes(trace: RankTrace) -> None:
-    """Set `axis` (the mesh axis) and `group_ranks` of each collective. Matching needs both.
+    """Set the mesh axis (`axis`) and `group_ranks` of each collective.
 
-    A DeviceMesh describes its groups as mesh_<axis>. A collective of the default group belongs to
-    the only axis, or to the axis `world` if there are several axes. In a program without a mesh,
-    the operation determines the axis. An all-reduce belongs to dp, because replicas all-reduce
-    gradients. An all-gather or a reduce-scatter belongs to shard. There is one exception: a program
-    that uses all-reduce but never reduce-scatter has replicated parameters, so its all-gathers
-    collect metrics and belong to dp.
+    A DeviceMesh describes its groups as `mesh_<axis>`. If there is only one mesh axis, a collective
+    of the default group belongs to this axis. If there are several mesh axes, its axis is `world`.
+    In a program without a mesh, the operation determines the axis. An all-reduce belongs to dp,
+    because replicas all-reduce gradients. An all-gather or a reduce-scatter belongs to shard. There
+    is one exception: a program that uses all-reduce but never reduce-scatter has replicated
+    parameters, so its all-gathers collect metrics and belong to dp.
     """
     by_description = {str(group.get("pg_desc", "")): group for group in trace.groups.values()}
     present = _axes_present(trace)
@@ -136,9 +135,9 @@ def name_axes(trace: RankTrace) -> None:
     for collective in trace.collectives:
         group = trace.groups.get(collective.group, {})
         if collective.group.startswith("tutti "):
-            # The trace names a group of tutti.comm by its description. Several groups may have the
-            # same description, but a rank is in only one of them. So the rank's own list of groups
-            # gives the right group.
+            # The trace names a tutti.comm group by its description. Several groups may have the
+            # same description, but a rank belongs to only one of them. So the rank's own list of
+            # groups contains the right group.
             name = collective.group.removeprefix("tutti ")
             described = by_description.get("default_pg" if name == "default" else name)
             group = described or trace.groups.get(name.removeprefix("group-"), {})
@@ -149,7 +148,7 @@ def name_axes(trace: RankTrace) -> None:
 
 
 def _axes_present(trace: RankTrace) -> set[str]:
-    """Return the axes with more than one rank."""
+    """Return the mesh axes with more than one rank."""
     sizes = {
         axis: int(group.get("pg_size", 0))
         for group in trace.groups.values()
@@ -169,7 +168,7 @@ def _axis(
     if (named := _named_axis(description)) is not None:
         return named
     point_to_point = collective.is_point_to_point
-    if point_to_point and not collective.group:  # NCCL's batch_isend_irecv: pipelines
+    if point_to_point and not collective.group:  # NCCL's batch_isend_irecv, which pipelines use
         return "pp"
     size = len(collective.group_ranks) or collective.group_size
     has_all_ranks = size == world_size or (not size and not collective.group)
@@ -191,11 +190,11 @@ def _named_axis(description: str) -> str | None:
 
 @dataclass
 class Clock:
-    """The measured offset of a rank's clock, and the seconds that were added to the trace."""
+    """The measured clock offset of a rank, and the seconds that were added to its trace."""
 
     rank: int
-    # Seconds by which this clock was ahead of the first rank's clock. None if no chain of
-    # collectives connects the two ranks.
+    # Seconds by which this clock was ahead of the first rank's clock. None: the ranks are not
+    # connected by collectives, neither directly nor through other hosts.
     measured_s: float | None
     spread_s: float
     applied_s: float
@@ -207,7 +206,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
     No rank leaves a synchronizing collective before all ranks have arrived, so all ranks leave it
     at about the same time. The difference between the recorded end times is the clock offset.
     Ranks of one host share a clock. Two hosts that take part in the same collective are compared
-    directly, and other hosts through a chain of such comparisons.
+    directly. Other hosts are compared through a chain of such hosts.
     """
     for trace in traces:
         trace.shift((trace.base_ns - traces[0].base_ns) / 1e9)
@@ -226,7 +225,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
 def _clock_owners(
     traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
 ) -> dict[int, int]:
-    """Return the owner of each rank's clock, which is the first rank with the same clock."""
+    """Return {rank: owner of its clock}. The owner is the first rank with the same clock."""
     first: dict[str, int] = {}
     kernels = {trace.rank: str(trace.capture_info.get("kernel") or "") for trace in traces}
     owner = {
@@ -250,9 +249,9 @@ def _offsets(
 ) -> dict[int, tuple[float, float]]:
     """Return the offset of each clock from the first rank's clock, and its spread, in seconds.
 
-    In each collective every clock is compared with the clock of the lowest rank that takes part. If
-    several ranks share a clock, the median of their end times is used. A breadth-first search adds
-    the offsets along a path to the first rank's clock.
+    In each collective, every clock is compared with the clock of the lowest participating rank. If
+    several ranks share a clock, the median of their end times is used. A breadth-first search from
+    the first rank's clock adds up the offsets along each path.
     """
     ahead: dict[tuple[int, int], list[float]] = defaultdict(list)
     for collective in matched:
@@ -279,6 +278,6 @@ def _offsets(
 
 
 def _median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the median absolute deviation from it."""
+    """Return the median and the median absolute deviation."""
     offset = median(values)
     return offset, median(abs(value - offset) for value in values)

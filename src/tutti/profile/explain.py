@@ -1,4 +1,4 @@
-"""Explains traces: aligns clocks, matches collectives, and splits the steps into parts."""
+"""Explains traces: aligns the clocks, matches the collectives, and splits the steps into parts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -81,7 +81,7 @@ class Explanation:
         }
 
     def _typical(self, trace: RankTrace) -> list[StepBreakdown]:
-        """Sort the steps of a rank by length, and return the middle half."""
+        """Return the steps of a rank without the shortest quarter and the longest quarter."""
         steps = [step for step in self.steps if step.rank == trace.rank]
         return middle_half(steps, key=lambda step: step.seconds)
 
@@ -93,8 +93,8 @@ class Explanation:
         cost = None
         if not trace.on_device:
             cost = recording_cost([trace.capture_info], [trace.operators_in_input])
-        # Recording makes no step faster. Timed steps can be slower than recorded steps only by
-        # chance, so the factor is at most 1.
+        # Recording never makes a step faster. If unrecorded steps are slower than recorded steps,
+        # the difference is random, so the factor is at most 1.
         typical = calibrate(recorded, seconds, trace.on_device, 1.0, cost)
         parts, length = typical.parts, sum(typical.parts.values())
         spread = {
@@ -131,8 +131,8 @@ def trace_files(path: Path) -> list[Path]:
     if path.is_file():
         if is_merged(path):
             raise UsageError(
-                f"--trace {path} is the merged trace of all ranks, for a viewer. Use the folder "
-                "that has one trace for each rank."
+                f"--trace {path} is a merged trace of all ranks, which is only for viewers. Use "
+                "the folder that has one trace for each rank."
             )
         return [path]
     inner = path / "traces"
@@ -141,20 +141,20 @@ def trace_files(path: Path) -> list[Path]:
     if files := [file for file in files if not is_merged(file)]:
         return files
     raise UsageError(
-        f"--trace {path} has no trace (*.json or *.json.gz). Use the folder that has one trace "
-        "for each rank."
+        f"--trace {path} contains no trace (*.json or *.json.gz). Use the folder that has one "
+        "trace for each rank."
     )
 
 
 def explain(files: Sequence[Path]) -> Explanation:
-    """Read traces, one for each rank, and explain their steps."""
+    """Read one trace for each rank, and explain the steps."""
     traces: list[RankTrace] = []
     notes: list[str] = []
     for path in files:
         try:
             trace = read_rank(path)
         except (ValueError, OSError) as error:
-            notes.append(f"{path.name} is omitted: {error}")
+            notes.append(f"{path.name} is omitted, because it cannot be read: {error}")
             continue
         notes += trace.notes
         if trace.steps:
@@ -170,10 +170,11 @@ def explain(files: Sequence[Path]) -> Explanation:
         shown = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
         notes.append(
             f"traces of rank{'s' * (len(missing) > 1)} {shown} are missing ({len(present)} of "
-            f"{world_size} were found). Waiting for a missing rank counts as moving data."
+            f"{world_size} were found). Time in which a rank waits for a missing rank counts as "
+            "moving data."
         )
     if modules := sorted({str(t.capture_info.get("steps_of_module") or "") for t in traces} - {""}):
-        notes.append(f"the program has no optimizer, so a step is a call of {', '.join(modules)}")
+        notes.append(f"the program has no optimizer, so a step is one call of {', '.join(modules)}")
     for trace in traces:
         name_axes(trace)
     clocks = align_clocks(traces)
@@ -187,9 +188,10 @@ def explain(files: Sequence[Path]) -> Explanation:
         )
     if len(traces) > 1 and (ambiguous := collectives_without_group(traces)):
         notes.append(
-            f"{len(ambiguous)} collectives do not name their group, and there are several groups. "
-            "These collectives are not matched, and waiting in them counts as moving data. To "
-            "record the groups of gloo, set TORCH_FR_BUFFER_SIZE=20000 before the ranks start."
+            f"{len(ambiguous)} collectives do not name their group in the trace, and the program "
+            "has several groups. These collectives are not matched, and waiting in them counts as "
+            "moving data. To record gloo's groups, set TORCH_FR_BUFFER_SIZE=20000 before the ranks "
+            "start."
         )
     if len(traces) > 1 and not matched:
         notes.append("no collective could be matched between ranks, so stragglers are unknown")
@@ -200,8 +202,8 @@ def explain(files: Sequence[Path]) -> Explanation:
 def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
     """Return the newest trace of each rank, in rank order.
 
-    A torch profiler whose schedule has `repeat` writes several traces per rank. Traces that do not
-    name their rank get the unused rank numbers, in file order.
+    A torch profiler schedule with `repeat` writes several traces per rank. Traces that do not name
+    their rank get the unused rank numbers, in file order.
     """
     newest: dict[int, RankTrace] = {}
     older: list[str] = []
@@ -224,7 +226,7 @@ def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[R
 
 
 def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notes about differences between ranks that are too large to be chance."""
+    """Return notes about large differences between ranks in memory and busy time."""
     notes = []
     for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
         with_memory = sorted((row for row in ranks if row[key]), key=lambda row: row[key])

@@ -1,14 +1,15 @@
-"""Assembles each collective of a CPU rank from several events of the trace.
+"""Assembles each collective of a CPU rank from several trace events.
 
 For example, an all-reduce has these events:
 
-- a call: `c10d::allreduce_` on the caller's thread, with the message size if shapes were recorded.
-  An asynchronous call (async_op=True) returns at once.
-- a run: `gloo:all_reduce` on a gloo thread, or `shm:all_reduce`. It shows when the operation ran.
-- parameters (shm, not gloo): `record_param_comms` inside the call, with group and sequence number.
-- a recorder entry (gloo, if tutti captured the trace): an entry of torch's flight recorder, with
+- the call: `c10d::allreduce_` on the caller's thread, with the message size if shapes were
+  recorded. An asynchronous call (async_op=True) returns at once.
+- the run: `gloo:all_reduce` on a gloo thread, or `shm:all_reduce`. It shows when the operation ran.
+- the parameters (shm, not gloo): `record_param_comms` inside the call, with group and sequence
+  number.
+- the recorder entry (gloo, if tutti captured the trace): an entry of torch's flight recorder, with
   group and sequence number.
-- a tag (if the program calls tutti.comm): `tutti::all_reduce|…` around the call, with size, group
+- the tag (if the program calls tutti.comm): `tutti::all_reduce|…` around the call, with size, group
   and sequence number. tutti.comm.operation.parse_tag reads the tag.
 """
 
@@ -19,12 +20,12 @@ from typing import Any
 
 from tutti.profile.rank_trace import Collective, element_bytes, element_count
 
-# gloo implements reduce_scatter with all_reduce, so the run of a reduce_scatter may have the name
-# all_reduce.
+# gloo implements reduce_scatter with all_reduce, so the run event of a reduce_scatter may have the
+# name all_reduce.
 _RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 _SIZE_PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-_MAX_IN_FLIGHT = 64  # maximum number of calls of one operation in flight at the same time
-_CLOCK_TOLERANCE = 2e-6  # seconds. The profiler and the flight recorder read the clock separately.
+_MAX_IN_FLIGHT = 64  # maximum number of simultaneous calls of one operation
+_CLOCK_TOLERANCE = 2e-6  # seconds: the profiler and the flight recorder read the clock separately
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class HostEvent:
     process: Any
     thread: Any
     arguments: dict[str, Any]
-    # A tutti.comm.operation.Tag. Its type is not imported, because that module imports torch.
+    # A tutti.comm.operation.Tag. The type is not imported, because its module imports torch.
     tag: Any = None
 
 
@@ -52,8 +53,8 @@ def assemble_collectives(
 ) -> list[Collective]:
     """Return the collectives that ran on the host.
 
-    The first five arguments are the events that the top of this file lists. An entry of `recorder`
-    is (time, group, sequence number).
+    The first five arguments are the events that the module docstring describes. An entry of
+    `recorder` is (time, group, sequence number).
     """
     _sort_by_start(calls, runs, parameters, tags)
     run_of_call = _match_runs(calls, runs)
@@ -85,8 +86,8 @@ def assemble_collectives(
         _fill_size(collective, call, run, group_size(collective.group))
         if (parameter := inner.first_inside(call)) is not None:
             size = collective.bytes
-            # The program called the backend shm, which may call gloo between hosts. The recorder
-            # entry belongs to the call of gloo, so its sequence number is not used.
+            # The program called the shm backend, which may call gloo for the traffic between hosts.
+            # The recorder entry belongs to this gloo call, so its sequence number is not used.
             collective.sequence = None
             collective.fill_from_arguments(parameter.arguments)
             collective.bytes = max(size, collective.bytes)
@@ -96,7 +97,7 @@ def assemble_collectives(
         result.append(collective)
     matched = {id(run) for run in run_of_call.values()}
     for run in runs:
-        if id(run) not in matched:  # the call was before the recording began
+        if id(run) not in matched:  # the call happened before the recording began
             collective = _collective_of(run)
             _fill_size(collective, run, run, group_size(""))
             result.append(collective)
@@ -109,9 +110,10 @@ def calls_without_kernels(
     runs: list[HostEvent],
     tags: list[HostEvent],
 ) -> tuple[list[HostEvent], list[HostEvent]]:
-    """Return the calls that gloo ran on the host of a rank with GPUs, and the tags of these calls.
+    """On a rank with GPUs, return the calls that gloo ran on the host, and the tags of these calls.
 
-    A call that contains one of the events `nccl_parameters` launched an NCCL kernel.
+    A call that contains one of the `nccl_parameters` events launched an NCCL kernel, so it is left
+    out.
     """
     _sort_by_start(calls, nccl_parameters, runs, tags)
     inner = _EventsByThread(nccl_parameters)
@@ -127,16 +129,17 @@ def _sort_by_start(*lists: list[HostEvent]) -> None:
 
 
 def fill_from_tag(collective: Collective, tag: Any) -> None:
-    """Set the fields of a collective from the tag of a tutti.comm range."""
+    """Set the fields of a collective from a tutti.comm tag."""
     collective.group, collective.sequence = f"tutti {tag.group}", tag.sequence
     collective.bytes, collective.dtype = tag.bytes, tag.dtype
     collective.group_size = tag.ranks
 
 
 def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, HostEvent]:
-    """Return {index of a call: the run of this call}.
+    """Return {index of a call: run event of this call}.
 
-    Runs are matched in time order with earlier calls, preferably with a call of the same size.
+    Each run, in time order, is matched with an earlier call of the same operation. A call with the
+    same size is preferred.
     """
     waiting: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls):
@@ -150,7 +153,7 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
         latest = run.start + _CLOCK_TOLERANCE
         in_flight = [n for n in queue[:_MAX_IN_FLIGHT] if calls[n].start <= latest]
         candidates = [n for n in in_flight if n not in found]
-        if candidates:  # otherwise the call came before the recording began
+        if candidates:  # otherwise the call happened before the recording began
             same_size = (n for n in candidates if size in _argument_counts(calls[n]))
             found[next(same_size, candidates[0])] = run
     return found
@@ -173,7 +176,7 @@ def _fill_size(
     collective.bytes = max(counts, default=0) * element_bytes(collective.dtype)
     if collective.operation == "barrier":
         collective.bytes, collective.dtype = 0, ""
-    # If the arguments are lists of tensors, the trace has only the size of one rank's share of the
+    # If an argument is a list of tensors, the trace has only the size of one rank's part of the
     # message.
     if collective.operation in _SIZE_PER_RANK and len(counts) < 2:
         collective.bytes *= group_size
@@ -189,16 +192,16 @@ def _collective_of(event: HostEvent) -> Collective:
 
 
 def _from_tags(tags: list[HostEvent]) -> list[Collective]:
-    """Return collectives from tags whose calls have no torch events.
+    """Return the collectives of tags whose calls have no torch events.
 
-    The issue tag and the wait tag of an asynchronous call become one collective.
+    The `issue` tag and the `wait` tag of an asynchronous call are combined into one collective.
     """
     result: list[Collective] = []
     issued: dict[tuple[str, str, int], Collective] = {}
     for event in tags:
         key = (event.operation, event.tag.group, event.tag.sequence)
         if event.tag.phase == "wait":
-            if key in issued:  # otherwise the call has torch events or was before the recording
+            if key in issued:  # otherwise the call has torch events or was not recorded
                 issued.pop(key).end = event.end
             continue
         collective = _collective_of(event)
@@ -212,7 +215,7 @@ def _from_tags(tags: list[HostEvent]) -> list[Collective]:
 class _EventsByThread:
     """Finds the event inside or around a call on the same thread.
 
-    The methods must be called in the time order of `call`, because they drop older events.
+    The methods must be called with calls in time order, because they drop older events.
     """
 
     def __init__(self, events: list[HostEvent]) -> None:

@@ -1,7 +1,8 @@
-"""Writes all ranks into one trace on one clock, for ui.perfetto.dev and chrome://tracing.
+"""Writes the events of all ranks into one trace with one clock, for Perfetto and chrome://tracing.
 
-An arrow leads from the rank that arrived last at a collective to each rank that waited for it.
-Traces are read a second time and written event by event, so memory does not grow with their size.
+For each collective, arrows lead from the rank that arrived last to the ranks that waited for it.
+Traces are read a second time and written event by event, so memory use does not grow with the size
+of the traces.
 """
 
 import gzip
@@ -18,14 +19,14 @@ from tutti.profile.step_breakdown import buckets_in
 from tutti.profile.trace_file import MERGED_PREFIX, Event, TraceFile
 
 # A trace identifies processes and flows (arrows) by numbers. Each rank gets its own range of
-# numbers.
+# numbers of this size.
 _PROCESSES_PER_RANK = 1000
 _FLOWS_PER_RANK = 1 << 40
 _MICROSECONDS = 1e6
 
 
 def write_merged_trace(path: Path, explanation: Explanation) -> int:
-    """Write the merged trace and return the number of arrows."""
+    """Write the merged trace, and return the number of arrows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     out: Any = gzip.open(path, "wt", 3) if path.suffix == ".gz" else open(path, "w")  # noqa: SIM115
     arrows = 0
@@ -51,11 +52,11 @@ def _merged_events(explanation: Explanation) -> Iterator[Event]:
 
 
 class _RankEvents:
-    """A rank's events on the common clock and in the rank's range of process numbers."""
+    """A rank's events, converted to the common clock and the rank's range of process numbers."""
 
     def __init__(self, trace: RankTrace, shift: float) -> None:
         self._trace, self._shift = trace, shift
-        self._processes: dict[Any, int] = {}  # process of the rank: number in the merged trace
+        self._processes: dict[Any, int] = {}  # process of the rank → number in the merged trace
         self._labels: dict[Any, str] = {}
 
     def process(self, original: Any) -> int:
@@ -67,7 +68,7 @@ class _RankEvents:
             self._move(event)
             yield event
         yield from self._bucket_events()
-        # These names are written last, because they override the names in the trace.
+        # These names are written last, so that they override the names in the trace.
         for original, number in self._processes.items():
             event = {"ph": "M", "name": "process_name", "pid": number, "tid": 0}
             yield event | {"args": {"name": self._process_name(original)}}
@@ -91,7 +92,8 @@ class _RankEvents:
         return f"rank {self._trace.rank} {label} {self._trace.host}".replace("  ", " ").strip()
 
     def _bucket_events(self) -> Iterator[Event]:
-        """Yield DDP buckets as asynchronous slices in separate rows, because buckets overlap."""
+        """Yield the DDP buckets as asynchronous slices in separate rows, because buckets
+        overlap."""
         identity = (self._trace.rank + 1) * _FLOWS_PER_RANK
         for step in self._trace.steps:
             for index, bucket in enumerate(buckets_in(self._trace, step)):
@@ -117,10 +119,10 @@ def _arrow_events(
     for position, (rank, waiter) in enumerate(collective.members.items()):
         if rank == late:
             continue
-        # An arrow must end inside the slice to which it points, and must not end before it begins.
+        # An arrow must end inside the slice to which it points, and must not end before its start.
         finish = min(max(source.start, waiter.transfer_start), waiter.end)
         common: Event = {"cat": "tutti", "name": f"{waiter.operation} waits for rank {late}"}
-        # These flow ids are beyond the ranges of all ranks.
+        # The flow ids of arrows are above the ranges of all ranks.
         common["id"] = (len(ranks) + max(ranks) + 2) * _FLOWS_PER_RANK + number * 4096 + position
         for phase, member, member_rank, moment in (
             ({"ph": "s"}, source, late, min(source.start, finish)),

@@ -17,8 +17,8 @@ _FULL_WIDTH = 80
 _MAX_RANKS = 16
 _MAX_ROWS = 8
 _MAX_ADVICE = 5
-# Ratio of recorded to unrecorded step time. A ratio below this value is not printed, because it may
-# be chance.
+# (Recorded step time) / (unrecorded step time). A ratio below this value is not printed, because it
+# may be random.
 _NOTABLE_OVERHEAD = 1.1
 
 
@@ -176,7 +176,7 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
         return
     stragglers = [row for row in rows["stragglers"] if row["straggler"]]
     if not stragglers:
-        yield "no rank makes the others wait"
+        yield "no rank makes the other ranks wait"
         return
     for row in stragglers[:_MAX_ROWS]:
         cost = row["cost_s"]
@@ -195,7 +195,7 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
             f"{row['of_steps']} steps; last at {row['last']} of {row['of_collectives']} collectives"
         )
         if not row["steady"] and row["period"] is None:
-            yield f"  --active {max(20, 2 * row['of_steps'])} records more steps, to find a period"
+            yield f"  to find a period, record more steps: --active {max(20, 2 * row['of_steps'])}"
         if row["excess"]["seconds"] >= 5e-5:
             yield f"  it {excess_text(row['excess'])}"
     ranks = {row["rank"]: row["steps"] for row in rows["ranks"]}
@@ -223,7 +223,7 @@ def _advice(rows: dict[str, Any]) -> Iterator[str]:
 
 
 def gain_text(advice: Mapping[str, Any]) -> str:
-    """Return the band of a predicted gain, for example `12.1 to 18.0 ms, 30 to 45 % of the step`"""
+    """Return the band of a predicted gain as text: `12.1 to 18.0 ms, 30 to 45 % of the step`."""
     low, high = (1e3 * seconds for seconds in advice["gain_s_band"])
     shares = " to ".join(f"{100 * share:.0f}" for share in advice["gain_share_band"])
     return f"{three_digits(low)} to {three_digits(high)} ms, {shares} % of the step"

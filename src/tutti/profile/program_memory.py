@@ -1,12 +1,13 @@
-"""Splits the peak memory of an unchanged program on this rank into its causes.
+"""Splits the peak memory of a program on this rank by cause. The program is not changed.
 
-The causes are those of tutti train (see train/memory.py). torch's global hooks find the tensors:
-the outermost modules that the program calls have the parameters, and its optimizers have the
-optimizer state. Communication buffers are DDP's buckets and the parameters that FSDP2 has gathered.
+The causes are the same as for tutti train (see train/memory.py). torch's global hooks find the
+tensors: parameters belong to the outermost modules that the program calls, and optimizer state
+belongs to the optimizers that it steps. Communication buffers are DDP's buckets and the parameters
+that FSDP2 has gathered.
 
-The hooks count memory in two steps in which they see the program's activations, and are then
-removed. This file imports only torch and the standard library, because it is loaded into programs
-whose environment may not have tutti.
+The hooks count memory for two steps with activations, and are then removed. This file imports only
+torch and the standard library, because it is loaded into programs whose environment may not have
+tutti.
 """
 
 import resource
@@ -42,31 +43,31 @@ else:  # the program's environment may not have tutti
         tensor_bytes,
     )
 
-_COUNTED_STEPS = 2  # the optimizer creates its state at the end of the first step
-_MODULES = 10  # number of modules in the results
+_COUNTED_STEPS = 2  # two, because the optimizer creates its state at the end of the first step
+_MODULES = 10  # maximum number of modules in `activations_by_module`
 _COUNTED = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 class ProgramMemory(ActivationCounter):
-    """Counts the memory of a program by cause, from `begin` to the end of its second step."""
+    """Counts the memory of a program by cause, from `begin` until two steps are counted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = dict.fromkeys(_COUNTED, 0)  # the parts when their sum was largest
+        self.peak = dict.fromkeys(_COUNTED, 0)  # the parts at the moment when their sum was largest
         self.peak_modules: dict[str, int] = {}
         self.steps = 0  # number of optimizer steps in which activations were counted
         self._hooks = ExitStack()
         self._roots: list[nn.Module] = []  # the outermost modules that the program has called
-        self._names: dict[int, str] = {}  # id of module → its name in its outermost module
+        self._names: dict[int, str] = {}  # id of a module → its name within the outermost module
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._gradients: dict[int, int] = {}  # id of parameter → bytes of its gradient
+        self._gradients: dict[int, int] = {}  # id of a parameter → bytes of its gradient
         self._saw_activations = False
         self._saved_tensors = saved_tensors_hooks(self.pack, self.unpack)
-        self._is_last = False  # whether torch calls `pack`, and not a hook that the program added
+        self._is_last = False  # whether torch calls `pack` and not a later hook of the program
         self._ended = False
 
     def begin(self) -> None:
-        """Register the hooks of modules and of autograd. The caller reports optimizer steps."""
+        """Register the module hooks and autograd hooks. The caller must call `on_update`."""
         hooks = self._hooks
         hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
@@ -81,8 +82,9 @@ class ProgramMemory(ActivationCounter):
         self._hooks.close()
         self._roots.clear()
         self._optimizers.clear()
-        # torch can remove only the hooks that were added last. If the program has added its own
-        # hooks since, these hooks stay, and `pack` returns every tensor unchanged.
+        # torch can remove only the saved-tensor hooks that were added last. If the program has
+        # added its own hooks later, the hooks of this class stay, and `pack` returns every tensor
+        # unchanged.
         self._is_last = False
         probe = torch.ones((), requires_grad=True)
         with torch.enable_grad():
@@ -101,7 +103,7 @@ class ProgramMemory(ActivationCounter):
         self.begin_module(self._names.get(id(module), type(module).__name__), module)
 
     def _leave(self, *_: Any) -> None:
-        if self.stack:  # empty if forward of an outer module began before the hooks were added
+        if self.stack:  # empty if an outer forward began before the hooks were added
             self.end_module()
 
     def _begin_forward(self, root: nn.Module) -> None:
@@ -117,7 +119,7 @@ class ProgramMemory(ActivationCounter):
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
                     self._hooks.callback(hook.remove)
-        self._gradients.clear()  # the program may have freed gradients since the last step
+        self._gradients.clear()  # the program may have freed gradients since then
         for each in self._parameters():
             self._count_gradient(each)
 
@@ -146,7 +148,7 @@ class ProgramMemory(ActivationCounter):
         return self.steps >= _COUNTED_STEPS
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count at the end of an optimizer step."""
+        """Count memory at the end of an optimizer step."""
         if self._ended:
             return
         if not any(optimizer is other for other in self._optimizers):
@@ -155,14 +157,14 @@ class ProgramMemory(ActivationCounter):
             self._count_gradient(parameter)
         self.grown = True
         self.consider()
-        # In the first steps of tutti train, its own hooks count memory and hide the activations
-        # from these hooks. Such steps do not count.
+        # In its first steps, tutti train counts memory with its own hooks. They hide the
+        # activations from the hooks of this class, so these steps are not counted.
         if self._saw_activations and optimizer is self._optimizers[0]:
             self.steps += 1
             self._saw_activations = False
 
     def consider(self) -> None:
-        """Keep the current parts if their sum is the largest so far."""
+        """Store the current parts as the peak if their sum is the largest so far."""
         if not self.grown:
             return
         self.grown = False
@@ -189,7 +191,7 @@ class ProgramMemory(ActivationCounter):
             self.peak_modules = {name: size for name, size in self.by_module.items() if size}
 
     def summary(self, device: torch.device | None, process_peak: int) -> dict[str, Any]:
-        """Return the parts of the peak of the GPU's memory, or else of the process, in bytes."""
+        """Return the parts of the peak memory of the GPU, or of the process if `device` is None."""
         total, fragmentation = process_peak, 0
         if device is not None:
             total = torch.cuda.max_memory_reserved(device)
@@ -197,7 +199,7 @@ class ProgramMemory(ActivationCounter):
         other: int | None = total - fragmentation - sum(self.peak.values())
         note = None
         if other is not None and other < 0:
-            note = f"the part other is unknown: the other parts exceed the peak by {-other} bytes"
+            note = f"the part 'other' is unknown: the other parts exceed the peak by {-other} bytes"
             other = None
         largest = sorted(self.peak_modules.items(), key=lambda item: -item[1])[:_MODULES]
         return {
@@ -212,4 +214,4 @@ class ProgramMemory(ActivationCounter):
 
 def process_peak_bytes() -> int:
     """Return the peak memory of this process in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux: in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux

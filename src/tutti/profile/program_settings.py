@@ -1,4 +1,4 @@
-"""Reads the settings of a running program (DDP, FSDP2, DataLoader), and changes them for a trial.
+"""Reads the DDP, FSDP2 and DataLoader settings of a running program, and changes them for a trial.
 
 This file imports only torch and the standard library, because `tutti profile -- COMMAND` loads the
 file into programs whose environment may not have tutti.
@@ -22,11 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
-# For each of these values of bucket_cap_mb, the settings list the buckets that DDP would make. If
-# several values give the same buckets, only the smallest value is kept.
+# `other_buckets` in the settings lists the buckets that DDP would make for each of these values of
+# bucket_cap_mb. If several values give the same buckets, only the smallest value is listed.
 _BUCKET_SIZES = (0.1, 0.5, 1, 2, 5, 10, 25, 50, 100, 200)
 _MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
-_MAX_LOADS = 256  # maximum number of recorded calls of the data loader
+_MAX_LOADS = 256  # maximum number of measured data loader calls
 _SITE = "_tutti_constructed_at"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _c10d: Any = dist  # torch declares no types for some functions
@@ -35,9 +35,9 @@ _c10d: Any = dist  # torch declares no types for some functions
 def watch_constructors(changes: dict[str, Any]) -> None:
     """Record where the program constructs DDP and DataLoader, and apply `changes` for a trial.
 
-    `changes` may have `ddp` and `loader` (arguments of the constructors), `loader_at` (FILE:LINE of
-    the only call to which `loader` applies), `no_sync` (number of backward passes per step, of
-    which only the last pass communicates), and `fsdp` (`reshard_after_forward` or
+    `changes` may have the keys `ddp` and `loader` (constructor arguments), `loader_at` (FILE:LINE
+    of the only constructor call to which `loader` applies), `no_sync` (the number of backward
+    passes per step; only the last pass communicates), and `fsdp` (`reshard_after_forward` or
     `forward_prefetch`).
     """
     _wrap_constructor(DistributedDataParallel, changes.get("ddp", {}), None)
@@ -46,7 +46,7 @@ def watch_constructors(changes: dict[str, Any]) -> None:
 
     def created(loader: Any) -> Any:
         iterator = create_iterator(loader)
-        # LoaderTimes sees only the iterator, not the loader.
+        # LoaderTimes receives only the iterator, not the loader.
         iterator.__dict__[_SITE] = loader.__dict__.get(_SITE)
         return iterator
 
@@ -69,7 +69,7 @@ def _wrap_constructor(kind: Any, arguments: dict[str, Any], only_at: str | None)
             given = dict(zip(names, positional, strict=False)) | named
             positional, named = (), given | arguments
         construct(instance, *positional, **named)
-        # This writes to __dict__, because DataLoader and nn.Module restrict __setattr__.
+        # The value is written to __dict__, because DataLoader and nn.Module restrict __setattr__.
         instance.__dict__.setdefault(_SITE, site)
 
     kind.__init__ = constructed
@@ -90,7 +90,7 @@ def _calling_site() -> str | None:
 def _synchronize_last_pass_only(passes: int) -> None:
     """Make DDP communicate only in the last of the `passes` backward passes of a step.
 
-    A pass is counted when DDP's forward is called. An optimizer step resets the count.
+    Passes are counted in DDP's forward. An optimizer step resets the count.
     """
     ddp_class: Any = DistributedDataParallel
     forward, calls = ddp_class.forward, [0]
@@ -104,7 +104,7 @@ def _synchronize_last_pass_only(passes: int) -> None:
             return forward(ddp, *inputs, **named)
         calls[0] += 1
         ddp.require_backward_grad_sync = calls[0] % passes == 0
-        try:  # the reducer decides in forward whether backward communicates
+        try:  # the flag is read in forward and determines whether backward communicates
             return forward(ddp, *inputs, **named)
         finally:
             ddp.require_backward_grad_sync = True
@@ -127,7 +127,7 @@ def _change_fsdp_after_first_step(settings: dict[str, Any]) -> None:
 
 
 def read_settings(loads: "LoaderTimes") -> dict[str, Any]:
-    """Return the program's settings, from which advice is computed. Called before the recording."""
+    """Return the program's settings, for the advice. Called before the recording."""
     settings: dict[str, Any] = {"ddp": [], "fsdp": [], "loader": loads.settings()}
     if not (dist.is_available() and dist.is_initialized()):
         return settings
@@ -140,7 +140,7 @@ def read_settings(loads: "LoaderTimes") -> dict[str, Any]:
 
 
 def _instances(kind: type) -> list[Any]:
-    # isinstance would read __class__ of the program's objects, which may have side effects.
+    # isinstance would read `__class__` of the program's objects, and this may have side effects.
     return [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
 
 
@@ -169,13 +169,13 @@ def _ddp_settings(ddp: Any) -> dict[str, Any]:
 
         def buckets(first: int, size: int) -> list[list[int]]:
             if rebuilt or not finds_unused:
-                # torch rebuilds the buckets in the order in which gradients became ready.
+                # DDP rebuilds the buckets in the order in which gradients became ready.
                 tensors = [parameters[index] for index in order]
                 found, _ = _c10d._compute_bucket_assignment_by_size(
                     tensors, [first, size], [False] * len(order), order
                 )
                 return [list(map(int, bucket)) for bucket in found]
-            # With find_unused_parameters torch keeps the buckets that the constructor assigned.
+            # With find_unused_parameters, DDP keeps the buckets that the constructor assigned.
             first_and_size = [first, size] if first < size else [size]
             found, _ = _c10d._compute_bucket_assignment_by_size(
                 parameters, first_and_size, [False] * len(parameters)
@@ -205,7 +205,7 @@ def _ddp_settings(ddp: Any) -> dict[str, Any]:
 
 
 def _fsdp_modules() -> list[Any]:
-    """Return the FSDP2 modules in the order of their registration in the root module."""
+    """Return the FSDP2 modules in the registration order of the root module."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     found = _instances(kind) if kind is not None else []
     roots = [module for module in found if module._get_fsdp_state()._is_root]
@@ -246,7 +246,7 @@ class LoaderTimes:
         if not self._active or is_other or len(self._waited) >= _MAX_LOADS:
             return original(iterator, *arguments)
         starved = False
-        with contextlib.suppress(Exception):  # other versions of torch may have other attributes
+        with contextlib.suppress(Exception):  # the attributes depend on the torch version
             starved = self._is_starved(iterator)
         began, cpu = time.perf_counter(), time.thread_time()
         batch = original(iterator, *arguments)
@@ -266,16 +266,15 @@ class LoaderTimes:
         return batch
 
     def _is_starved(self, iterator: Any) -> bool:
-        """Return whether the next batch is not ready, so that the program has to wait for it."""
+        """Return whether the next batch is not ready, so the program has to wait for the batch."""
         if not getattr(iterator, "_num_workers", 0):
             return True
         received = iterator._task_info.get(iterator._rcvd_idx, ())
         return len(received) < 2 and bool(iterator._data_queue.empty())
 
     def settings(self) -> dict[str, Any] | None:
-        """End the measurement. Return the settings and times of the loader, or None.
-
-        None means that the program has not used a loader.
+        """End the measurement. Return the settings and times of the loader. Returns None if the
+        program has not used a loader.
         """
         self._active = False
         if self._sampler is None:
@@ -285,7 +284,7 @@ class LoaderTimes:
             "waited_s": self._waited,
             "cpu_s": self._cpu,
             "starved": sum(self._starved) / len(self._starved),
-            # CPU time of all threads of this process between two batches
+            # CPU seconds of all threads of this process between two batches.
             "process_cpu_s": median(cpu) if cpu else None,
             "batch_bytes": self._batch_bytes,
         }

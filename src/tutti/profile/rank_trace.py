@@ -1,6 +1,6 @@
-"""The content of one rank's trace: its steps, the intervals of each activity, its collectives.
+"""The content of one rank's trace: steps, intervals of each activity, and collectives.
 
-A set of time intervals is a pair of sorted numpy arrays, the starts and the ends. Overlapping
+A set of time intervals is stored as two sorted numpy arrays, the starts and the ends. Overlapping
 intervals are merged.
 """
 
@@ -18,8 +18,8 @@ import numpy.typing as npt
 # No rank leaves one of these operations before every rank of the group has arrived.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
-# The first match is used, so a name comes before the names that it contains: all_reduce comes
-# before reduce.
+# The first name that matches is used. So a name comes before the names that are part of it:
+# all_reduce comes before reduce.
 _OPERATIONS = (
     "reduce_scatter",
     "all_reduce",
@@ -69,13 +69,13 @@ class Intervals:
         return self._where(other, inside=False)
 
     def _where(self, other: "Intervals", inside: bool) -> "Intervals":
-        """Return the segments of this set that lie inside (or outside) the other set."""
+        """Return the parts of this set that lie inside (or outside) the other set."""
         edges = np.unique(np.concatenate([self.starts, self.ends, other.starts, other.ends]))
         selected = self.contains(edges) & (other.contains(edges) == inside)
         return merge(edges[:-1][selected[:-1]], edges[1:][selected[:-1]])
 
     def contains(self, moments: Floats) -> npt.NDArray[np.bool_]:
-        """Return whether each moment lies in the set."""
+        """Return, for each moment, whether it lies in the set."""
         begun = np.searchsorted(self.starts, moments, side="right")
         return begun > np.searchsorted(self.ends, moments, side="right")
 
@@ -101,12 +101,12 @@ EMPTY = Intervals(np.empty(0), np.empty(0))
 
 
 class IntervalCollector:
-    """Collects intervals in any order and merges them from time to time.
+    """Collects intervals in any order, and merges them whenever many have been added.
 
-    Memory grows with the number of gaps between intervals, not with the number of intervals.
+    So memory use grows with the number of gaps between intervals, not with the number of intervals.
     """
 
-    _MERGE_EVERY = 65_536  # number of edges
+    _MERGE_EVERY = 65_536  # number of starts and ends
 
     def __init__(self) -> None:
         self._edges = array("d")
@@ -127,7 +127,7 @@ class IntervalCollector:
 
 @dataclass
 class NamedSpans:
-    """The operators or kernels of a trace that compute, in the order of their starts."""
+    """The operators or kernels of a trace that compute, sorted by start time."""
 
     names: list[str]
     name: npt.NDArray[np.int32]  # index into `names`
@@ -142,9 +142,9 @@ class NamedSpans:
 
 
 class SpanCollector:
-    """Collects named spans of several threads, and keeps only the outermost of nested spans.
+    """Collects named spans of several threads. Of nested spans, only the outermost is kept.
 
-    A span without a name is dropped together with the spans in it.
+    A span with the name `""` is dropped together with all spans inside it.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class SpanCollector:
         self._ends.append(end)
 
     def spans(self, without: Intervals) -> NamedSpans:
-        """Return the outermost spans that do not start in `without`."""
+        """Return the outermost named spans that do not start inside `without`."""
         threads = np.frombuffer(self._thread, dtype=np.int32)
         names = np.frombuffer(self._name, dtype=np.int32)
         starts, ends = np.frombuffer(self._starts), np.frombuffer(self._ends)
@@ -177,7 +177,7 @@ class SpanCollector:
 
 
 def merge(starts: Floats, ends: Floats) -> Intervals:
-    """Return the union of intervals in any order. Empty and negative intervals are dropped."""
+    """Return the union of unsorted intervals. Intervals with end ≤ start are dropped."""
     positive = ends > starts
     starts, ends = starts[positive], ends[positive]
     if not len(starts):
@@ -193,17 +193,18 @@ def merge(starts: Floats, ends: Floats) -> Intervals:
 class Collective:
     """One collective or point-to-point operation of one rank.
 
-    Times are seconds on the rank's own clock until the clocks are aligned. `arrival` is when the
-    program reached the operation: the time of the call, or on a GPU the time at which the stream
-    reached the kernel. The operation ran from `start` to `end`. A thread pool may start an
-    operation some time after the call.
+    Times are in seconds, on the rank's own clock until the clocks are aligned. `arrival` is the
+    time at which the program reached the operation. On a CPU this is the time of the call, and on a
+    GPU the time at which the stream reached the kernel. The operation ran from `start` to `end`.
+    `start` may be later than `arrival`, because a thread pool may start the operation after the
+    call.
     """
 
     operation: str
     arrival: float
     start: float
     end: float
-    thread: Any  # the thread and the process of the event, for the trace viewer
+    thread: Any  # thread and process of the event, for the merged trace
     process: Any
     group: str = ""
     sequence: int | None = None
@@ -211,12 +212,13 @@ class Collective:
     dtype: str = ""
     group_ranks: tuple[int, ...] = ()
     group_size: int = 0
-    peer: int | None = None  # group rank of the other side of a send or receive
-    axis: str | None = None  # the mesh axis (dp, shard, tp or pp), or world
-    call_returned: float = 0.0  # on a CPU, the time at which the call returned to its caller
-    # For a DDP bucket, the time at which its last gradient was computed.
+    peer: int | None = None  # group rank of the peer of a send or receive
+    axis: str | None = None  # the mesh axis (dp, shard, tp or pp), or `world`
+    call_returned: float = 0.0  # on a CPU: the time at which the call returned
+    # For a DDP bucket: the time at which the last gradient of the bucket was computed.
     bucket_ready: float | None = None
-    # The time at which the last rank arrived, and its number. Both are set by match_collectives.
+    # The time at which the last rank arrived, and the number of this rank. match_collectives sets
+    # both.
     last_arrival: float | None = None
     last_rank: int | None = None
 
@@ -226,11 +228,12 @@ class Collective:
 
     @property
     def transfer_start(self) -> float:
-        """The time at which the wait for the last rank ends and data starts to move."""
+        """The time at which waiting for the last rank ends and the transfer of data starts."""
         if self.last_arrival is not None:
             return min(max(self.start, self.last_arrival), self.end)
-        # If the trace of the sender is unknown, most of a receive is assumed to be waiting. The
-        # same holds for batch_isend_irecv of NCCL, which is one kernel without a peer.
+        # If the peer's trace does not contain the operation, a receive is assumed to be all
+        # waiting. This also applies to NCCL's batch_isend_irecv, which is one kernel without a
+        # peer.
         return self.end if self.operation in ("recv", "send_recv") else self.start
 
     def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
@@ -255,12 +258,12 @@ class Collective:
 
 @dataclass
 class Step:
-    """One training step, which is a ProfilerStep#N range."""
+    """One training step. In most traces it is a `ProfilerStep#N` range."""
 
     number: int
     start: float
     end: float
-    # The times of the first gradient and of the end of backward.
+    # (time of the first gradient, end of backward), if known.
     gradients: tuple[float, float] | None = None
     backward_start: float | None = None
     # The time at which each gradient was accumulated.
@@ -269,7 +272,7 @@ class Step:
 
 @dataclass
 class RankTrace:
-    """The content of one rank's trace. Times are seconds since `base_ns`, a Unix time."""
+    """The content of one rank's trace. Times are in seconds since `base_ns` (a Unix time in ns)."""
 
     path: Path
     rank: int
@@ -282,30 +285,31 @@ class RankTrace:
     compute: Intervals
     communication: Intervals
     input: Intervals
-    other: Intervals  # GPU: copies. CPU: the code that calls operators, such as autograd's engine
+    other: Intervals  # GPU: copies. CPU: code that calls operators, such as autograd's engine
     operators: NamedSpans
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
     memory_bytes: int | None  # peak memory of the device allocator
     host_memory_bytes: int | None  # peak memory of the process
-    memory: dict[str, Any] | None  # bytes of the peak by cause, with --memory
+    memory: dict[str, Any] | None  # peak memory by cause in bytes, if --memory was given
     device_bytes: int | None  # total memory of the device
     has_loader_workers: bool
     of_tutti_train: bool  # whether `tutti train` ran the recorded steps
-    # The amount of computation, to compare ranks: the number of GPU threads, or on a CPU the number
-    # of multiplications. 0 means unknown.
+    # The amount of computation, to compare ranks: the number of GPU threads, or the number of
+    # multiplications on a CPU. 0 means unknown.
     compute_estimate: float
-    # The share of the operators that run inside a data loader. The same share of the cost of
-    # recording, which is proportional to the number of operators, belongs to the part input.
+    # The share of the operators that run inside a data loader. The recording cost is proportional
+    # to the number of operators, so the same share of the recording cost belongs to the part
+    # `input`.
     operators_in_input: float
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
-    # The time in functions of DDP's reducer: mul_out (gradient to bucket), copy_bucket_to_grad and
-    # search_unused_parameters.
+    # The time in functions of DDP's reducer: mul_out (copies a gradient to its bucket),
+    # copy_bucket_to_grad and search_unused_parameters.
     reducer: dict[str, Intervals] = field(default_factory=dict)
 
     def shift(self, seconds: float) -> None:
-        """Add `seconds` to every time, to change to another clock."""
+        """Add `seconds` to every time, to convert the trace to a different clock."""
         for name in ("compute", "communication", "input", "other"):
             intervals = getattr(self, name)
             setattr(self, name, Intervals(intervals.starts + seconds, intervals.ends + seconds))
@@ -331,19 +335,19 @@ class RankTrace:
 
 
 def operation_named(name: str) -> str | None:
-    """Return the operation in a name, such as all_reduce in ncclDevKernel_AllReduce_Sum_f32."""
+    """Return the operation in a name, or None: all_reduce in ncclDevKernel_AllReduce_Sum_f32."""
     letters = re.sub(r"[^a-z]", "", name.lower())
     return next((op for op in _OPERATIONS if op.replace("_", "") in letters), None)
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype, as traces spell it, or 0 if unknown."""
+    """Return the bytes per element of a dtype that is named as in traces, or 0 if unknown."""
     name = dtype.lower().removeprefix("c10::").replace(" ", "")
     return 1 if name.startswith("float8") else _ELEMENT_BYTES.get(name, 0)
 
 
 def element_count(dims: Any, kind: str) -> int:
-    """Return the number of elements of a tensor, or of all tensors of a list."""
+    """Return the number of elements of a tensor, or of all tensors in a list of tensors."""
     if isinstance(dims, list) and kind == "TensorList":
         return sum(map(math.prod, dims))
     return math.prod(dims) if isinstance(dims, list) and element_bytes(kind) else 0

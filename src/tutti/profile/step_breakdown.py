@@ -8,8 +8,8 @@ Every moment of a step belongs to exactly one part:
     bubble         nothing computes, and a send or receive waits for its peer (pipelines)
     exposed        nothing computes, and data moves
     input          none of the above: the program waits for its data loader
-    rest           none of the above: copies on a GPU, or on a CPU the code around operators (less
-                   than 1 ms at a time)
+    rest           none of the above: copies on a GPU. On a CPU, the code around operators, such as
+                   autograd's engine, in intervals of less than 1 ms
     host_gap       nothing is recorded, for example Python code, a sleep or an idle GPU
 """
 
@@ -31,10 +31,10 @@ Kind = tuple[str | None, bool]  # (mesh axis, whether the collective is a DDP bu
 _Pair = tuple[float, float]  # (start, end)
 _Key = tuple[str, str, str | None, int, str]  # (operation, group, axis, bytes, dtype)
 _Sample = tuple[float, float, bool, int]  # (transfer seconds, wait seconds, is matched, ranks)
-# On a CPU the code around operators takes microseconds. A longer interval is a sleep, Python code
-# (a hook), or the wait for a core.
+# On a CPU, the code around operators takes microseconds. A longer interval is a sleep, Python code
+# such as a hook, or waiting for a CPU core.
 _PAUSE_SECONDS = 1e-3
-_NOTABLE_SHARE = 0.02  # a rank is a straggler if the others wait this share of a step for it
+_NOTABLE_SHARE = 0.02  # a rank is a straggler if others wait for it for this share of a step
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class StepBreakdown:
     intervals: dict[str, Intervals]  # the intervals of each part
     parts: dict[str, float]  # the total length of each part
     paused: float  # the total length of the host gaps of at least 1 ms
-    waited_for: dict[int, float]  # the time lost waiting for each late rank
-    # Seconds of the parts hidden, exposed and wait for each kind of communication. Here wait
-    # includes bubble. The sum over all kinds is the time in `parts`.
+    waited_for: dict[int, float]  # the seconds of waiting for each late rank
+    # Seconds of `hidden`, `exposed` and `wait` for each kind of communication. Here `wait` includes
+    # `bubble`. The sums over all kinds are the values in `parts`.
     by_kind: dict[Kind, dict[str, float]]
-    # The times of the first gradient and of the end of backward, from the start of the step.
+    # (time of the first gradient, end of backward), relative to the start of the step.
     gradients: tuple[float, float] | None
 
 
@@ -62,13 +62,13 @@ def overlap(parts: Mapping[str, float]) -> float | None:
 
 
 def parts_with_pauses(step: StepBreakdown) -> dict[str, float]:
-    """Return the parts with `host_gap` divided into `host_gap` (below 1 ms) and `pause`."""
+    """Return the parts, with `host_gap` split into gaps below 1 ms (`host_gap`) and `pause`."""
     gaps = max(0.0, step.parts["host_gap"] - step.paused)
     return step.parts | {"host_gap": gaps, "pause": step.paused}
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
-    """Return the parts of one step. Clocks must be aligned and collectives must be matched."""
+    """Split one step into its parts. Clocks must be aligned and collectives must be matched."""
     whole = Intervals.of([(step.start, step.end)])
     compute = trace.compute.between(step.start, step.end)
     communicating = trace.communication.between(step.start, step.end)
@@ -86,7 +86,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
             bubbles.append((call.arrival, call.transfer_start))
         elif call.last_rank is not None and call.last_rank != trace.rank:
             waits[call.last_rank].append((call.arrival, call.transfer_start))
-    # If one collective moves data while another collective waits, the time counts as moving data.
+    # If one collective moves data while another collective waits, the time counts as `exposed`.
     stalled = idle - Intervals.of(transfers)
     waited_for: dict[int, float] = {}
     waiting = EMPTY
@@ -137,15 +137,15 @@ def _split_by_kind(
 ) -> dict[Kind, dict[str, float]]:
     """Return the seconds of each region for each kind of communication.
 
-    If two kinds overlap, the time counts for the kind that comes first in `extents`.
+    If two kinds overlap, the common time counts for the kind that comes first in `extents`.
     """
     by_kind: dict[Kind, dict[str, float]] = {}
     for kind, pairs in extents.items():
         extent = Intervals.of(pairs)
         by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
         regions = {name: region - extent for name, region in regions.items()}
-    # In the remaining time the thread enters or leaves a call, or wakes up after a call. This time
-    # counts for the kind of the preceding call.
+    # In the remaining time, the thread enters or leaves a communication call, or wakes up after
+    # one. This time counts for the kind of the preceding call.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
     arrivals.sort(key=lambda arrival: arrival[0])
     for name, region in regions.items():
@@ -159,11 +159,11 @@ def _split_by_kind(
 def comm_rows(
     traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """Return `comm[]`: a row for each operation, group and message size, largest total time first.
+    """Return `comm[]`: one row per operation, group and message size, longest total time first.
 
     `transfer_s` is the time in which data moves, from the last arrival to the end. If only one
-    trace contains a collective, `transfer_s` also includes the wait. In a row with such
-    collectives, `matched` is less than `count`.
+    trace contains a collective, the arrivals of the other ranks are unknown, so `transfer_s` also
+    includes the wait. In a row with such collectives, `matched` is less than `count`.
     """
     samples: dict[_Key, list[_Sample]] = defaultdict(list)
     in_matched: set[int] = set()
@@ -214,7 +214,7 @@ def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) ->
 
 
 def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """Return `axes[]`: the mean time per step of communication on each axis, longest first."""
+    """Return `axes[]`: the mean communication time per step on each axis, longest first."""
     length = fmean(step.seconds for step in steps)
     totals: dict[str | None, dict[str, float]] = {}
     for step in steps:
@@ -234,11 +234,11 @@ def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
 
 
 def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """Return `buckets[]`: DDP buckets by rank, step and order of their all-reduce calls.
+    """Return `buckets[]`: the DDP buckets by rank and step, in the order of their all-reduce calls.
 
-    Times are seconds from the step's start. At `ready_s` the last gradient of the bucket was
-    computed and all_reduce was called. At `started_s` every rank had called all_reduce and data
-    began to move. At `done_s` the all-reduce had ended.
+    Times are in seconds since the start of the step. At `ready_s`, the last gradient of the bucket
+    was computed and all_reduce was called. At `started_s`, every rank had called all_reduce and the
+    transfer began. At `done_s`, the all-reduce had ended.
     """
     return [
         {
@@ -266,21 +266,22 @@ def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
 def straggler_rows(
     ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """Return `stragglers[]`: a row for each rank for which other ranks waited, longest wait first.
+    """Return `stragglers[]`: one row per rank for which other ranks waited, longest wait first.
 
     The straggler is the rank that arrives last. Its own collectives are the shortest, because it
-    never waits. The rank with the longest collective is a victim, not the cause.
+    never waits. The rank with the longest collective waits for the straggler and is not the cause.
 
-    `cost_s` is the time per step in which the other ranks neither computed nor moved data because
-    of this rank, as a mean over the other ranks. Its value `typical` is the median over the steps
-    if the rank is late in most steps, otherwise the mean. `late_steps` are the steps in which the
-    rank was late, `late_cost_s` is the median cost of these steps, and `period` is 5 if every fifth
-    step is late.
+    `cost_s` is the time per step in which the other ranks waited for this rank and neither computed
+    nor moved data, as a mean over the other ranks. `cost_s["typical"]` is the median over the steps
+    if the rank is late in most steps, and otherwise the mean. `late_steps` are the steps in which
+    the rank was late. `late_cost_s` is the median cost of these steps. `period` is n if exactly
+    every n-th step is late, or None.
 
     `gain_s` is the time per step that the other ranks would save if this rank were as fast as they
-    are. It is the smallest of three values: the mean cost, the time between the arrivals of the
-    second last rank and of this rank, and the excess of the part that takes longer than on the
-    other ranks. If no part takes longer, the delay is chance and the gain is 0.
+    are. It is the smallest of three values: the mean cost; the time between the arrival of the
+    second last rank and the arrival of this rank; and the excess, which is the additional time of
+    the part that takes longer on this rank than on the other ranks. If no part takes longer, the
+    delay is random and the gain is 0.
     """
     synchronizing = [match for match in matched if match.first.operation in SYNCHRONIZING]
     length = fmean(step.seconds for step in steps)
@@ -297,7 +298,8 @@ def straggler_rows(
             continue
         lateness = [match.lateness for match in synchronizing if match.last_rank == rank]
         late = [step for step, cost in cost_of_step.items() if cost > _NOTABLE_SHARE * length]
-        # If few steps cause two thirds of the cost, small delays in the other steps are chance.
+        # If at most half of the steps cause more than two thirds of the cost, the small delays in
+        # the other steps are random, and only these steps count as late.
         large = large_values(cost_of_step, _NOTABLE_SHARE * length)
         few = len(large) <= len(costs) / 2
         if few and sum(cost_of_step[step] for step in large) > 2 / 3 * sum(costs):
@@ -305,7 +307,7 @@ def straggler_rows(
         steady = len(late) > len(costs) / 2
         cost = median(costs) if steady else fmean(costs)
         share = cost / length
-        # The excess is measured in the late steps if only some steps are late.
+        # If only some steps are late, the excess is computed from these steps.
         excess = _largest_excess(
             rank, [step for step in steps if steady or not late or step.step in late]
         )
@@ -337,12 +339,11 @@ def straggler_rows(
 
 
 def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row of `stragglers[]` with the largest gain, or None.
-
-    Ranks that are late in most steps take precedence. A rank that is late in few steps, without a
-    period, counts only if its cost is at least twice the cost of any other rank. Otherwise the
-    ranks wait for each other by chance. If a row has no `gain_s`, because an older version wrote
-    the file, the cost is used instead.
+    """Return the row of `stragglers[]` with the largest gain, or None. Ranks that are late in most
+    steps take precedence. A rank that is late in few steps, without a period, is considered only if
+    its cost is at least twice the cost of any other rank. Otherwise the ranks wait for each other
+    at random. If a row has no `gain_s`, because an older version wrote the file, the cost is used
+    instead.
     """
     found = []
     for row in rows:
@@ -354,7 +355,7 @@ def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def is_late_by_chance(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a rank is late in few steps, without a period, like other ranks."""
+    """Return whether a rank is late at random: in few steps, without a period, like other ranks."""
     others = max((each["cost_s"]["mean"] for each in rows if each is not row), default=0.0)
     is_rare = not row["steady"] and row["period"] is None
     return bool(is_rare and row["cost_s"]["mean"] < 2 * others)
@@ -363,9 +364,8 @@ def is_late_by_chance(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 def large_values(values: Mapping[int, float], least: float) -> list[int]:
     """Return the steps whose value is more than `least` and more than half of the largest value.
 
-    Up to two outliers may be much larger than the values of steps that are late periodically.
-    Therefore the second or the third largest value is used instead of the largest value if the
-    result then has a period.
+    One or two outliers may be much larger than the values of periodically late steps. Therefore the
+    second or the third largest value replaces the largest value if the result then has a period.
     """
     found: list[list[int]] = []
     for largest in sorted(values.values(), reverse=True)[:3]:
@@ -380,10 +380,10 @@ def large_values(values: Mapping[int, float], least: float) -> list[int]:
 def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
     """Return the number of steps between late steps if it is constant, or None.
 
-    Both arguments are sorted lists of step numbers, which may have gaps. A period p means that
-    exactly the steps r, r + p, r + 2p, … are late. A period p is accepted only if `steps` has at
-    least 2p entries, because two steps that are late by chance are often far apart. If every step
-    is late, the period is 1. With fewer than two late steps the result is None.
+    Both arguments are sorted lists of step numbers. Step numbers may be missing. A period p means
+    that exactly the steps r, r + p, r + 2p, … are late. A period p is accepted only if `steps` has
+    at least 2p entries, because two steps that are late at random are often far apart. If every
+    step is late, the period is 1. With fewer than two late steps, the result is None.
     """
     if len(late) < 2:
         return None
@@ -395,9 +395,9 @@ def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
-    """Return the part with the largest excess over the mean of the other ranks, and the excess.
-
-    This part is probably the cause of the delay.
+    """Return the part that takes longer on this rank than on the other ranks, and the excess. The
+    excess is relative to the mean of the other ranks. The part with the largest excess is probably
+    the cause of the delay.
     """
     excess = {
         name: fmean(step.parts[name] for step in steps if step.rank == rank)
@@ -426,7 +426,7 @@ def ordinal(number: int) -> str:
 
 
 def excess_text(excess: Mapping[str, Any]) -> str:
-    """Return the value `excess` of a straggler as text, for example `computes 46.1 ms longer`."""
+    """Return the text of a straggler's `excess`, for example `computes 46.1 ms longer`."""
     longer = f"{1e3 * excess['seconds']:.1f} ms longer"
     return {
         "compute": f"computes {longer}",

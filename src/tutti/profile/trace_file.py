@@ -1,7 +1,7 @@
-"""Reads a trace file event by event: Chrome JSON as Kineto writes it, plain or gzipped.
+"""Reads a trace file event by event. The format is Kineto's Chrome JSON, plain or gzipped.
 
-A trace may be larger than memory. The file is read in chunks, and only the current event and the
-metadata beside the event list are kept.
+A trace may be larger than memory. So the file is read in chunks, and only the current event and the
+metadata outside of the event list are kept.
 """
 
 import gzip
@@ -14,7 +14,8 @@ from typing import Any
 
 Event = dict[str, Any]
 
-# The beginning of a merged trace, which contains all ranks and cannot be read as one rank's trace.
+# A merged trace begins with this text. It contains all ranks, so it cannot be read as the trace of
+# one rank.
 MERGED_PREFIX = '{"tutti": {"merged": true}'
 _CHUNK = 1 << 18  # number of characters read at once
 _LARGEST_VALUE = 1 << 26  # maximum number of characters of one event or one metadata value
@@ -22,7 +23,7 @@ _SPACE = " \t\r\n"
 
 
 class TraceFile:
-    """A trace file. `metadata` is complete after a loop over all `events()`."""
+    """A trace file. `metadata` is complete after all `events()` have been read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +38,7 @@ class TraceFile:
         """Yield the events in file order. This method can be called only once."""
         with _open(self.path) as self._stream:
             try:
-                if self._peek() == "[":  # the format also allows a list of events without an object
+                if self._peek() == "[":  # the format also allows a plain list of events
                     yield from self._list()
                 else:
                     yield from self._object()
@@ -105,7 +106,8 @@ class TraceFile:
         if len(self._window) - self._position > _LARGEST_VALUE:
             begin = self._window[self._position : self._position + 60]
             raise ValueError(
-                f"it is not JSON, or a value has more than {_LARGEST_VALUE:,} characters: {begin}…"
+                "the file is not JSON, or a value has more than "
+                f"{_LARGEST_VALUE:,} characters: {begin}…"
             )
         try:
             chunk = self._stream.read(_CHUNK)

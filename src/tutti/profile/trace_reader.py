@@ -1,10 +1,10 @@
-"""Reads the trace of one rank in one pass. Events become intervals, steps and collectives.
+"""Reads the trace of one rank in one pass, and converts events to intervals, steps and collectives.
 
-If the trace has GPU kernels, the step is split by the kernels: kernels of NCCL and of symmetric
-memory count as communication, and all other kernels as compute. gloo operations on the host count
-as communication, too. If the trace has no GPU kernels, the step is split by the events of the host:
-operators count as compute, and the code that calls operators (autograd's engine, DDP's reducer)
-counts as other.
+If the trace has GPU kernels, the kernels determine the parts of a step: NCCL kernels and
+symmetric-memory kernels count as communication, and all other kernels count as compute. gloo
+operations on the host also count as communication. If the trace has no GPU kernels, host events
+determine the parts: operators count as compute, and the code that calls operators (autograd's
+engine, DDP's reducer) counts as `other`.
 """
 
 import math
@@ -39,7 +39,8 @@ from tutti.profile.rank_trace import (
 )
 from tutti.profile.trace_file import Event, TraceFile
 
-# These wrappers call operators and may wait for communication, so their own time is not compute.
+# Events with these names call operators and may wait for communication, so their own time does not
+# count as compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
 _REDUCER = ("torch.distributed.ddp.reducer::", "torch::distributed::reducer::")
 # The event arguments that are kept. The other arguments are dropped to save memory.
@@ -60,11 +61,11 @@ _KEPT_ARGUMENTS = {
     "External id",
 }
 _NCCL_KERNEL = re.compile(r"(?i:^[nrh]ccl)|nccl(Dev)?Kernel")
-# torch's kernels on symmetric memory, which wait for the other ranks inside the kernel.
+# torch's symmetric-memory kernels. They wait for the other ranks inside the kernel.
 _SYMMETRIC_KERNEL = re.compile(
     r"(one_shot|two_shot|multimem)_(\w+_)?(all_reduce|all_gather|reduce)"
 )
-# Operators whose shapes give the amount of computation.
+# Operators whose shapes determine the amount of computation.
 _MATRIX_OPERATORS = {
     "aten::mm",
     "aten::addmm",
@@ -88,8 +89,8 @@ def read_rank(path: Path) -> RankTrace:
 class _TraceReader:
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        # The record_function ranges of the program by (thread, name without digits). They define
-        # the steps if the trace has no ProfilerStep ranges.
+        # The program's record_function ranges by (thread, name without digits). They define the
+        # steps if the trace has no ProfilerStep ranges.
         self.ranges: dict[tuple[Any, str], list[tuple[float, float]]] = defaultdict(list)
         self.first, self.last = float("inf"), float("-inf")
         self.copies, self.input = IntervalCollector(), IntervalCollector()
@@ -210,7 +211,8 @@ class _TraceReader:
             self.has_loader_workers |= "_MultiProcessing" in name
             self.of_tutti_train |= name.startswith("tutti.input")
         elif name.startswith("tutti::"):
-            # Import tutti.comm.operation, which imports torch, only for traces with such ranges.
+            # tutti.comm.operation imports torch, so it is imported only for traces with such
+            # ranges.
             from tutti.comm.operation import parse_tag
 
             if (tag := parse_tag(name)) is not None:
@@ -226,7 +228,7 @@ class _TraceReader:
         base_ns = int(metadata.get("baseTimeNanoseconds") or 0)
         notes: list[str] = []
         if file.truncated:
-            notes.append(f"{file.path.name} is truncated. The events in it were used.")
+            notes.append(f"{file.path.name} is truncated. The events before its end were used.")
         groups = {str(group["pg_name"]): group for group in world.get("pg_config") or []}
         world_size = int(captured.get("world_size", world.get("world_size", 1)))
         loading = self.input.intervals()
@@ -253,7 +255,7 @@ class _TraceReader:
             compute, communication = EMPTY, self.host_transfers.intervals()
             for thread, operators in self.operators.items():
                 compute |= operators.intervals() - self.comm_calls[thread].intervals()
-            compute -= loading  # operators inside a data loader prepare input
+            compute -= loading  # operators inside a data loader count as input
             for comm_calls in self.comm_calls.values():
                 communication |= comm_calls.intervals()
             other = self.wrappers.intervals()
@@ -267,13 +269,13 @@ class _TraceReader:
         )
         self.collectives.sort(key=lambda collective: collective.start)
         if not self.steps and (range_name := self._steps_from_ranges()):
-            notes.append(
-                f"{file.path.name} has no profiler steps, so steps are split at each {range_name}"
-            )
-        # At the end of the recording the profiler also closes a step that is not finished.
+            notes.append(f"{file.path.name} has no profiler steps, so {range_name} marks the steps")
+        # At the end of the recording, the profiler also writes a range for the unfinished step.
+        # Drop it.
         if (finished := captured.get("steps")) is not None:
             self.steps = [step for step in self.steps if step.number < finished]
-        # Timed steps that lie between recorded steps have only the range of the step in the trace.
+        # Operators are not recorded in timed steps, so a timed step between recorded steps has no
+        # events except its step range. Drop these steps.
         if timed := set(captured.get("timed_steps") or ()):
             self.steps = [step for step in self.steps if step.number not in timed]
         self.steps.sort(key=lambda step: step.start)
@@ -323,17 +325,17 @@ class _TraceReader:
         )
 
     def _share_inside(self, intervals: Intervals) -> float:
-        """Return the share of the operators that start inside these intervals."""
+        """Return the share of operators that start inside these intervals."""
         if not self.operator_starts:
             return 0.0
         return float(np.mean(intervals.contains(np.array(self.operator_starts))))
 
     def _steps_from_ranges(self) -> str | None:
-        """Make steps from a range that occurs at least three times. Return its name, or None.
+        """Make steps from a range name that occurs at least three times. Return the name, or None.
 
-        A step ends with each `Optimizer.step`. Without an optimizer, the range name with the
-        longest total time is chosen, for example `DistributedDataParallel.forward`, and a step
-        begins with each range of this name.
+        A step ends with each `Optimizer.step`. If the trace has no optimizer, the range name with
+        the longest total time is chosen, for example `DistributedDataParallel.forward`, and each
+        range of this name begins a step.
         """
         repeated = {name: times for (_, name), times in self.ranges.items() if len(times) > 2}
         optimizers = {n: t for n, t in repeated.items() if n.startswith("Optimizer.step#")}
@@ -346,9 +348,9 @@ class _TraceReader:
         return name
 
     def _combine_tagged_kernels(self) -> None:
-        """Combine the kernels of one tutti.comm call into one collective, except NCCL's kernels.
+        """Combine the kernels of each tutti.comm call into one collective, except NCCL kernels.
 
-        With symmetric memory one call launches several kernels: a reduction, copies and barriers.
+        With symmetric memory, one call launches several kernels: a reduction, copies and barriers.
         """
         replaced: set[int] = set()
         kernels = self.kernels
@@ -356,7 +358,7 @@ class _TraceReader:
             launched = kernels.launched_by(event.thread, event.start, event.end)
             collectives = list(filter(None, map(self.collective_of_kernel.get, launched)))
             if not launched or any(collective.group for collective in collectives):
-                continue  # events of NCCL kernels have more information than the range
+                continue  # an NCCL kernel event has more information than the tutti.comm range
             for index in launched:
                 kernels.computes[index] = False
             if event.tag.phase == "wait":
@@ -372,11 +374,11 @@ class _TraceReader:
         self.collectives = [call for call in self.collectives if id(call) not in replaced]
 
     def _move_to_device_time(self) -> None:
-        """Convert steps, gradients and buckets from host times to times on the device."""
+        """Convert the times of steps, gradients and buckets from host time to device time."""
         computing_launches, _, computing_ends = self.kernels.by_launch(computing_only=True)
 
         def device_done(moment: float) -> float | None:
-            """Return when all compute kernels launched up to `moment` had ended, or None."""
+            """Return the end of all compute kernels that were launched before `moment`, or None."""
             index = int(np.searchsorted(computing_launches, moment, side="right")) - 1
             return float(computing_ends[index]) if index >= 0 else None
 
@@ -403,7 +405,8 @@ class _TraceReader:
                 step.start, step.end = float(starts[first]), float(ends[last])
         for step, following in pairwise(self.steps):
             step.end = following.start
-        # Collectives before the first step were launched before the recording began. Drop them.
+        # Drop collectives that ended before the first step, because they were launched before the
+        # recording began.
         if self.steps:
             first_start = self.steps[0].start
             self.collectives = [call for call in self.collectives if call.end > first_start]
@@ -415,14 +418,15 @@ class _TraceReader:
     def _accumulates_gradient(self, thread: Any, moment: float) -> bool:
         """Return whether `thread` was accumulating a gradient at `moment`.
 
-        DDP's gradient hooks run during the accumulation, so an all-reduce at this time is a bucket.
+        DDP's gradient hooks run during the accumulation, so an all-reduce at this time reduces a
+        bucket.
         """
         intervals = self._accumulations.get(thread, EMPTY)
         index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
         return index >= 0 and moment <= float(intervals.ends[index])
 
     def _gradients(self, start: float, end: float) -> tuple[float, float] | None:
-        """Return the times of the first gradient and of the end of backward in [start, end)."""
+        """Return (time of the first gradient, end of backward) in [start, end), or None."""
         engine = self.engine.intervals().between(start, end)
         found = [intervals.between(start, end) for intervals in self._accumulations.values()]
         firsts = [float(intervals.starts[0]) for intervals in found if len(intervals.starts)]
@@ -430,11 +434,11 @@ class _TraceReader:
 
 
 class _Kernels:
-    """The kernels of a trace and the launches of these kernels on the host.
+    """The kernels of a trace, and the host events that launched them.
 
-    A kernel and its launch have the same correlation number. The host runs ahead of the device.
-    Work that the host launched up to a moment is done when all kernels launched up to that moment
-    have ended. A trace may have millions of kernels, so they are stored in arrays.
+    A kernel and its launch have the same correlation number. The host runs ahead of the device:
+    work that the host launched before a moment is done when all kernels that were launched before
+    this moment have ended. A trace may have millions of kernels, so they are stored in arrays.
     """
 
     def __init__(self) -> None:
@@ -442,7 +446,7 @@ class _Kernels:
         self._launch_thread = array("q")
         self._number, self._stream = array("q"), array("q")
         self.start, self.end, self.computes = array("d"), array("d"), array("b")
-        # Index of each host thread and device stream, in order of appearance.
+        # The index of each host thread and of each device stream, in order of appearance.
         self._threads: dict[Any, int] = {}
         self._streams: dict[tuple[Any, Any], int] = {}
 
@@ -457,7 +461,7 @@ class _Kernels:
     def add_kernel(
         self, number: int, start: float, end: float, computes: bool, stream: tuple[Any, Any]
     ) -> int:
-        """Add a kernel that computes or communicates and return its index."""
+        """Add a kernel and return its index. `computes` is False for communication kernels."""
         self._number.append(number)
         self.computes.append(computes)
         self.start.append(start)
@@ -466,7 +470,7 @@ class _Kernels:
         return len(self._number) - 1
 
     def stream(self, index: int) -> tuple[Any, Any]:
-        """Return the (pid, tid) that the trace assigns to the stream on which a kernel ran."""
+        """Return the trace's (pid, tid) of the stream on which a kernel ran."""
         return list(self._streams)[self._stream[index]]
 
     def launched_by(self, thread: Any, start: float, end: float) -> list[int]:
@@ -478,16 +482,17 @@ class _Kernels:
         return list(map(int, indices[first:last]))
 
     def intervals(self, computing: bool) -> Intervals:
-        """Return the intervals in which kernels that compute (or that communicate) ran."""
+        """Return the intervals in which compute kernels (or communication kernels) ran."""
         chosen = np.array(self.computes, dtype=bool) == computing
         return merge(np.array(self.start)[chosen], np.array(self.end)[chosen])
 
     def by_launch(self, computing_only: bool) -> tuple[Floats, Floats, Floats]:
         """Return (launch times, earliest starts, latest ends), ordered by launch time.
 
-        For each kernel, the second array has the earliest start of the kernel and of all kernels
-        launched later. The third array has the latest end of the kernel and of all kernels launched
-        earlier. With several streams, kernels do not start and end in the order of their launches.
+        With several streams, kernels do not start and end in the order of their launches. So for
+        each kernel, the second array has the earliest start among this kernel and all kernels
+        launched later. The third array has the latest end among this kernel and all kernels
+        launched earlier.
         """
         kernels, launches = self._joined
         if computing_only:
@@ -501,7 +506,7 @@ class _Kernels:
 
     @cached_property
     def _by_thread(self) -> dict[Any, tuple[Floats, NDArray[np.int64]]]:
-        """The launch times of each host thread, in order, and the indices of the kernels."""
+        """{host thread: (sorted launch times, indices of the launched kernels)}."""
         kernels, launches = self._joined
         moments, threads = np.array(self._launch_time)[launches], np.array(self._launch_thread)
         result = {}
@@ -513,10 +518,10 @@ class _Kernels:
 
     @cached_property
     def _joined(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The indices of the kernels whose launch is recorded, and the index of each launch.
+        """The indices of the kernels whose launch was recorded, and the indices of their launches.
 
-        A CUDA graph is one launch of many kernels. Kernels launched before the recording began
-        have no launch event and are omitted.
+        A CUDA graph launches many kernels at once, so several kernels may share one launch. Kernels
+        that were launched before the recording began have no launch event and are omitted.
         """
         by_number = np.argsort(np.array(self._launch_number))
         launch_numbers = np.array(self._launch_number, dtype=np.int64)[by_number]
@@ -528,7 +533,7 @@ class _Kernels:
 
 
 def _multiplications(name: str, arguments: dict[str, Any]) -> int:
-    """Return the number of multiplications of a matrix product, or an estimate (convolution)."""
+    """Return the number of multiplications of a matrix operator, estimated for convolutions."""
     if name not in _MATRIX_OPERATORS:
         return 0
     dims = arguments.get("Input Dims") or []

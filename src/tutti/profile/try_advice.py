@@ -1,7 +1,8 @@
-"""Tries one piece of advice: runs a program alternately without and with the change, and times it.
+"""Tries one piece of advice: times the program in runs that alternate without and with the change.
 
-The program is not edited. A change is applied when the program starts, by program_settings.py in
-every process, or as a flag of `tutti train`. Each run ends after the timed steps.
+The program's source is not edited. The change is applied when the program starts:
+program_settings.py applies it in every process, or it is a flag of `tutti train`. Each run ends
+after the timed steps.
 """
 
 import math
@@ -20,8 +21,8 @@ from tutti.world.errors import UsageError
 
 PAIRS = 5
 # A run skips _SKIPPED_STEPS steps and then times steps for about _TIMED_SECONDS seconds, but at
-# least _MIN_STEPS and at most _MAX_STEPS steps. If the program ends too early, it is run again with
-# _MIN_STEPS.
+# least _MIN_STEPS and at most _MAX_STEPS steps. If the program ends before these steps, all runs
+# are repeated with _MIN_STEPS steps.
 _SKIPPED_STEPS, _MIN_STEPS, _MAX_STEPS, _TIMED_SECONDS = 5, 20, 60, 2.0
 
 
@@ -30,7 +31,7 @@ class _TooFewStepsError(UsageError):
 
 
 def choose_advice(rows: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the first advice that can be applied, and a message for each skipped advice."""
+    """Return the first advice that can be applied automatically, and messages about the others."""
     skipped: list[str] = []
     for advice in rows["advice"]:
         if advice["change"]:
@@ -46,10 +47,10 @@ def try_change(
     folder: Path,
     pairs: int = PAIRS,
 ) -> dict[str, Any]:
-    """Run the program without (A) and with (B) a change, and return the step time of each run.
+    """Run the program without (A) and with (B) a change, and return the step times of all runs.
 
-    The order is AB BA AB …, with two runs in each of the `pairs`. `step_s` is the expected time of
-    a step. Traces and the output of the program go to `folder`.
+    There are `pairs` pairs of runs, in the order AB BA AB …. `step_s` is the expected step time.
+    The traces and the output of the program are written to `folder`.
     """
     steps = min(_MAX_STEPS, max(_MIN_STEPS, math.ceil(_TIMED_SECONDS / step_s)))
     try:
@@ -96,7 +97,7 @@ def _run_pairs(
 def compare_with_prediction(
     advice: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `tried` of the JSON: the measured gain, and whether it lies in the predicted band."""
+    """Return `tried` for the JSON: the measured gain, and whether it lies in the predicted band."""
     low, high = advice["gain_s_band"]
     return {
         "id": advice["id"],
@@ -123,7 +124,7 @@ def tried_lines(advice: Mapping[str, Any], tried: Mapping[str, Any]) -> Iterator
 
 
 def change_text(change: Mapping[str, Any]) -> str:
-    """Return a change as text, for example `DistributedDataParallel(bucket_cap_mb=25.0)`."""
+    """Return the text of a change, for example `DistributedDataParallel(bucket_cap_mb=25.0)`."""
     texts = []
     for name, kind in (("ddp", "DistributedDataParallel"), ("loader", "DataLoader")):
         if arguments := change.get(name):
@@ -139,7 +140,7 @@ def change_text(change: Mapping[str, Any]) -> str:
 
 
 def with_flags(command: Sequence[str], flags: Mapping[str, str | None]) -> list[str]:
-    """Return a command of tutti with these flags, which replace flags of the same name."""
+    """Return a tutti command with these flags. They replace existing flags of the same name."""
     result = list(command)
     for flag, value in flags.items():
         kept, skip = [], False
@@ -158,9 +159,9 @@ def with_flags(command: Sequence[str], flags: Mapping[str, str | None]) -> list[
 class TimedRun:
     """The result of one short run of a program."""
 
-    code: int  # exit code, as a shell reports it; 124: the run exceeded its time limit
-    step_s: float | None  # median over all timed steps of all ranks; None: too few steps
-    program: dict[str, Any]  # settings of DDP, FSDP2 and DataLoader: see read_settings
+    code: int  # exit code as a shell reports it. 124: the run exceeded its time limit
+    step_s: float | None  # median over all timed steps of all ranks. None: too few steps
+    program: dict[str, Any]  # settings of DDP, FSDP2 and DataLoader (see read_settings)
     log: Path  # the output of the program
 
 
@@ -171,7 +172,7 @@ def time_run(
     folder: Path,
     limit_s: float | None = None,
 ) -> TimedRun:
-    """Run a program until `steps` steps have been timed. The program is ended after `limit_s`."""
+    """Run a program until `steps` steps are timed, or until `limit_s` seconds have passed."""
     folder.mkdir(parents=True)
     settings = {
         "directory": str(folder / "traces"),
@@ -208,12 +209,12 @@ def _step_seconds(
     if run.code:
         kind = folder.name.partition("-")[2]  # with or without
         raise UsageError(
-            f"--try-advice: the program {kind} the change ended with code {run.code}. See its "
-            f"output in {run.log}."
+            f"--try-advice: the run {kind} the change failed with exit code {run.code}. Its "
+            f"output is in {run.log}."
         )
     if run.step_s is None:
         raise _TooFewStepsError(
             f"--try-advice skips {_SKIPPED_STEPS} steps and times {steps} steps, but the program "
-            f"took fewer steps. Train longer. The output of the program is in {run.log}."
+            f"ran fewer steps. Train for more steps. The output of the program is in {run.log}."
         )
     return run.step_s

@@ -1,11 +1,11 @@
-"""Predicts the time of a backward pass with other DDP buckets, from the recorded gradient times.
+"""Predicts the time of a backward pass with different DDP buckets, from recorded gradient times.
 
-The prediction simulates DDP. torch's own function assigns the parameters to the other buckets (see
+The prediction simulates DDP. torch's own function assigns the parameters to the new buckets (see
 program_settings.py). A bucket is sent when all of its gradients are ready on all ranks, the
-call for the previous bucket has returned, and a lane of the backend is free. A lane sends one
-message at a time (NCCL has one lane, gloo has two). A message of s bytes takes α + β·s seconds. The
-call for a bucket delays all later gradients. Therefore the delays of the recorded calls are
-subtracted from the recorded times of the gradients, and the delays of the predicted calls are
+all-reduce call of the previous bucket has returned, and a lane of the backend is free. A lane sends
+one message at a time (NCCL has one lane, gloo has two). A message of s bytes takes α + β·s seconds.
+The all-reduce call of a bucket delays all later gradients. Therefore the delays of the recorded
+calls are subtracted from the recorded gradient times, and the delays of the predicted calls are
 added.
 """
 
@@ -21,30 +21,31 @@ from tutti.measure.collective_bandwidth import OPERATIONS, fit_alpha_beta
 from tutti.profile.rank_trace import Collective, RankTrace, Step
 from tutti.profile.step_breakdown import buckets_in
 
-# If the largest message is at least this many times the smallest message, the times of the messages
-# show latency and bandwidth separately.
+# Latency and bandwidth can be fitted separately if the largest message is at least this many times
+# larger than the smallest message.
 _SEPARABLE = 4.0
 _TOUCH = 1e-6  # seconds by which messages must overlap to count as concurrent
-# Maximum number of backward passes, summed over ranks. More passes hardly change the quartiles.
+# Maximum number of simulated backward passes, summed over ranks. More passes hardly change the
+# quartiles.
 _MAX_STEPS = 48
-# If all messages have one size, the bandwidth is unknown. It is assumed to be at least this many
-# bytes per second: 1 Gbit/s between hosts, and 1 GB/s inside a host (loopback sockets are faster).
+# If all messages have the same size, the bandwidth is unknown. It is then assumed to be at least
+# this many bytes per second: 1 Gbit/s between hosts, and 1 GB/s inside a host, where loopback
+# sockets are faster.
 _SLOWEST_LINK = 0.125e9
 _SLOWEST_LOOPBACK = 1e9
 
 
 class MessageCost(NamedTuple):
-    """The cost of a message, which takes α + β·bytes seconds."""
+    """The cost of a message: it takes α + β·bytes seconds."""
 
     alpha: float
     beta: float
-    separated: bool  # False if the messages have about one size, so that all time counts as α
+    separated: bool  # False if all messages have similar sizes: all time counts as α
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """Fit α and β to points (bytes, seconds).
-
-    The fit minimizes the squared relative errors of the median time of each message size.
+    """Fit α and β to points (bytes, seconds), or return None if there are no points. The fit uses
+    the median time of each message size, and minimizes the squared relative errors.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for size, seconds in points:
@@ -65,11 +66,11 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
 class _Backward(NamedTuple):
     """One backward pass of one rank."""
 
-    # When each parameter's gradient would be ready if the calls for earlier buckets took no time.
+    # The time at which each parameter's gradient would be ready if all-reduce calls took no time.
     ready: dict[int, float]
-    end: float  # when the computation would end if the calls for buckets took no time
-    call_seconds: float  # the time that the call for a bucket takes on the calling thread
-    finish: float  # the recorded time at which the computation and all buckets had ended
+    end: float  # the time at which the computation would end if all-reduce calls took no time
+    call_seconds: float  # the time that an all-reduce call takes on the calling thread
+    finish: float  # the recorded time at which the computation and all all-reduces had ended
     buckets: list[Collective]
 
     @property
@@ -86,17 +87,16 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True)
 class PredictedGain:
-    """The seconds that one change would save in each step: one list for each set of assumptions."""
+    """The seconds that a change would save in each step, as one list per set of assumptions."""
 
     scenarios: list[list[float]]
     more_hidden: float  # additional seconds of communication during backward, per step
 
 
 class BucketModel:
-    """Predicts the gain of other buckets.
-
-    `passes` has the backward passes of each step, each as {rank: _Backward}. It is empty if the
-    traces do not show all gradients and buckets.
+    """Predicts the gain of different buckets. `passes` has a list of backward passes for each step.
+    Each pass is a dict {rank: _Backward}. `passes` is empty if the traces do not contain all
+    gradients and buckets.
     """
 
     def __init__(self, traces: Sequence[RankTrace], ddp: dict[str, Any]) -> None:
@@ -124,19 +124,19 @@ class BucketModel:
         sizes = [bucket.bytes for backward in recorded for bucket in backward.buckets]
         self.largest = max(sizes, default=0)
         self.bucket_count = len(self._present)
-        # Sent bytes / bytes of the gradients. This is less than 1 if a communication hook
+        # (Bytes sent) / (bytes of gradients). The ratio is less than 1 if a communication hook
         # compresses the gradients.
         passes_sent = len(recorded) * sum(self._bytes)
         self._sent_share = sum(sizes) / passes_sent if passes_sent else 1.0
 
     def passes_per_step(self) -> int:
-        """Return the number of backward passes with communication in a step."""
+        """Return the number of backward passes in a step that communicate."""
         return max(map(len, self.passes.values()), default=0)
 
     def gain(
         self, buckets: Sequence[Sequence[int]], cost: MessageCost, ranks: int, overhead: float
     ) -> PredictedGain:
-        """Return the gain of other buckets. Recording makes a step `overhead` times as long."""
+        """Return the gain of `buckets`. Recording makes a step `overhead` times as long."""
         scenarios: list[list[float]] = []
         more_hidden: list[float] = []
         largest = max(map(self._size, buckets))
@@ -163,17 +163,16 @@ class BucketModel:
     def _cost_variants(
         self, cost: MessageCost, largest: float, ranks: int
     ) -> Iterator[MessageCost | None]:
-        """Yield several message costs that agree with the recorded messages.
-
-        None means that the cost is fitted for each step separately.
+        """Yield several message costs that are consistent with the recorded messages. None means
+        that the cost is fitted for each step separately.
         """
         yield cost
         if cost.separated:
             yield None
             if largest > _SEPARABLE * self.largest:  # the fit is extrapolated
                 yield cost._replace(beta=cost.beta / 2)
-                # If β·s is at most α / 4 for the largest recorded message, the measured times
-                # hardly depend on β, so the true β may be this large.
+                # The measured times hardly depend on β if β·s is at most α / 4 for the largest
+                # recorded message of s bytes. So the true β may be as large as α / (4 s).
                 unseen = cost.alpha / 4 / max(1, self.largest)
                 yield cost._replace(beta=max(2 * cost.beta, unseen))
             return
@@ -218,17 +217,17 @@ class BucketModel:
 
 
 def gradient_buckets(trace: RankTrace, step: Step, parameters: int) -> list[Collective]:
-    """Return the all-reduces of DDP in a step that contain gradients.
+    """Return DDP's gradient all-reduces in a step.
 
-    With find_unused_parameters DDP also all-reduces a map of the used parameters, which has one
-    int32 per parameter. This all-reduce is left out. `parameters` is the number of parameters, or
-    -1 if DDP sends no such map.
+    With find_unused_parameters, DDP also all-reduces a map of the used parameters, with one int32
+    per parameter. This all-reduce is left out. `parameters` is the number of parameters, or -1 if
+    DDP sends no such map.
     """
     return [bucket for bucket in buckets_in(trace, step) if bucket.bytes != 4 * parameters]
 
 
 def _backward_passes(trace: RankTrace, step: Step, ddp: dict[str, Any]) -> Iterator[_Backward]:
-    """Yield the backward passes of a step that sent all buckets. Other passes are left out."""
+    """Yield the backward passes of a step in which all buckets were sent."""
     order = ddp["ready_order"]
     count, times = len(order), step.accumulated
     if step.gradients is None or not count or not times or len(times) % count:
@@ -244,7 +243,8 @@ def _backward_passes(trace: RankTrace, step: Step, ddp: dict[str, Any]) -> Itera
         before = moments[-1]
         if len(sent) != len(ddp["buckets"]):
             continue
-        # On a GPU the calls run ahead of the device, but on a CPU a call blocks the backward pass.
+        # On a GPU, calls run ahead of the device and cost no time. On a CPU, a call blocks the
+        # backward pass.
         calls = [0.0 if trace.on_device else b.call_returned - b.arrival for b in sent]
         ready, position, blocked = {}, 0, 0.0
         for moment, parameter in zip(moments, order, strict=True):
@@ -263,7 +263,7 @@ def _backward_passes(trace: RankTrace, step: Step, ddp: dict[str, Any]) -> Itera
 
 
 def _points(ranks: dict[int, _Backward]) -> list[tuple[int, float]]:
-    """Return (bytes, seconds of moving data) of each bucket of one backward pass."""
+    """Return (bytes, transfer seconds) of each bucket of one backward pass."""
     columns = zip(*(backward.buckets for backward in ranks.values()), strict=True)
     return [
         (members[0].bytes, max(member.end - member.transfer_start for member in members))

@@ -1,9 +1,9 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
-Python imports this file before the program. The file waits until the program imports torch and then
-hooks torch's optimizers and modules. The file does not import torch, so processes without torch
-only spend one check per import. The file does not import tutti, so programs are also captured if
-their environment does not have tutti.
+Python imports this file before the program. The file waits until the program imports torch, and
+then adds hooks to torch's optimizers and modules. The file itself does not import torch, so a
+process without torch only pays for one check per import. The file does not import tutti either, so
+it also captures programs whose environment does not have tutti.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _SETTINGS = "TUTTI_PROFILE"
 
 
 def _load(name: str) -> ModuleType:
-    """Import a module of tutti as tutti_capture.NAME. The module must not need tutti itself."""
+    """Import a module of tutti as tutti_capture.NAME. The module must not import tutti."""
     if "tutti_capture" not in sys.modules:
         package = ModuleType("tutti_capture")
         profile = os.path.dirname(_FOLDER)
@@ -34,9 +34,9 @@ def _load(name: str) -> ModuleType:
 
 
 def _begin_capture(settings: dict[str, Any]) -> None:
-    """Start a Capture that follows the program's steps. Called after torch was imported."""
+    """Start a Capture that finds the program's steps. Called after torch was imported."""
     try:
-        # This prevents a crash in gloo's threads at exit, which would lose the profile.
+        # This prevents a crash in gloo's threads at exit. The crash would lose the trace.
         atexit.register(_load("liveness").wait_for_gloo_threads)
         _load("program_settings").watch_constructors(settings.pop("changes", {}))
         _load("capture").Capture(**settings, replace=False).follow_program()
@@ -45,10 +45,10 @@ def _begin_capture(settings: dict[str, Any]) -> None:
 
 
 class _TorchImportHook(MetaPathFinder):
-    """Finds torch as usual, and begins the capture once torch is imported.
+    """Finds torch with the normal finders, and begins the capture after torch was imported.
 
-    The hook stays installed until torch is executed, because a library may look up the spec of
-    torch (to check whether torch is installed) without importing torch.
+    The hook stays installed until torch is really imported, because a library may only look up
+    torch's module spec, to check whether torch is installed.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class _TorchImportHook(MetaPathFinder):
 if __name__ == "sitecustomize":
     if os.environ.get(_SETTINGS):
         sys.meta_path.insert(0, _TorchImportHook(json.loads(os.environ[_SETTINGS])))
-    # Run the environment's own sitecustomize, which this file hides.
+    # This file hides the environment's own sitecustomize module. Run that module now.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
     _spec = PathFinder.find_spec("sitecustomize", sys.path)
     if _spec is not None and _spec.loader is not None:
