@@ -1,9 +1,9 @@
 """Explains why a rank is out of memory.
 
 The explanation names the operation that requested memory, the memory in use by cause (see
-memory.py), and changes of flags with which the step would fit. The saving of a change is computed
-from the measured parts. If the rank failed before the end of the first forward pass, activations
-are extrapolated from the modules that have run.
+memory.py), and changes of flags with which the step would fit into memory. The saving of a change
+is computed from the measured memory of each cause. If the rank failed before the end of the first
+forward pass, activations are extrapolated from the modules that have run.
 """
 
 import linecache
@@ -46,18 +46,20 @@ _ASKED = re.compile(
 )
 _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _TORCH, _TUTTI = Path(torch.__file__).parent, Path(tutti.__file__).parent
-# Folders of tutti whose code counts as the user's model or dataset.
+# Code in these directories is treated like the code of a user's model or dataset.
 _MODEL_CODE = (_TUTTI / "models", _TUTTI / "data")
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _MAX_HALVINGS = 6
-# Estimated bytes that a first step needs after forward: libraries, workspaces of kernels, threads.
+# Estimated bytes that the first step allocates after the forward pass: libraries, kernel
+# workspaces, threads.
 _LATER_BYTES = 32 << 20
-_THREAD_BYTES = 16 << 20  # free bytes below which a thread cannot start (a stack has 8 MiB)
+# If fewer bytes are free, a thread cannot start (its stack has 8 MiB).
+_THREAD_BYTES = 16 << 20
 
 
 _CREATION, _FORWARD, _BACKWARD = "while the model was created", "in forward", "in backward"
 _OPTIMIZER = "in the optimizer step"
-# Maps a function of tutti to the phase of the run, for errors that are raised in this function.
+# Maps a function of tutti to the phase of the run in which it is called.
 _PHASES = {
     "loop._load_dataset": "while the dataset was loaded",
     "loop._build": _CREATION,
@@ -72,7 +74,7 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The operation that asked for memory."""
+    """The operation that requested memory, and where it was called."""
 
     phase: str
     operation: str | None = None
@@ -103,7 +105,7 @@ class Change:
 
 
 class Explainer:
-    """Replaces an out-of-memory error of a training run by OutOfMemory with an explanation."""
+    """Raises OutOfMemory, with an explanation, instead of torch's or Python's own error."""
 
     def __init__(self, world: World, recipe: Recipe, memory: MemoryByCause) -> None:
         self.world, self.recipe, self.memory = world, recipe, memory
@@ -111,7 +113,7 @@ class Explainer:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Context that raises OutOfMemory in place of an out-of-memory error of torch or Python."""
+        """In the `with` block, replace an out-of-memory error by OutOfMemory."""
         explanation = None
         try:
             yield
@@ -142,12 +144,12 @@ class Explainer:
         known = memory.model is not None
         changes = self._changes(needs, in_use + free, shortage) if known else []
         size = "memory" if asked is None else format_bytes(asked)
-        first = f"out of memory: {size} asked {place}"
+        first = f"out of memory: {size} requested {place}"
         lines = [first, *_describe(parts, in_use, free)]
         if known:
             lines += [*needs.describe(), *_advise(changes)]
         else:
-            lines.append("  the size of the model is not known yet: free memory on this host")
+            lines.append("  the size of the model is not known yet. Free memory on this host.")
         report = {
             "rank": self.world.rank,
             "reason": first,
@@ -167,11 +169,11 @@ class Explainer:
         return OutOfMemory("\n".join(lines), report)
 
     def _changes(self, needs: "Needs", available: int, shortage: int) -> list[Change]:
-        """Return the changes with which the step would fit, cheapest first.
+        """Return the changes with which the step would fit into memory, cheapest first.
 
-        Combinations of two changes are tried only if no single change fits, and combinations of
-        three only if no combination of two fits. If nothing fits, return the change or combination
-        with the largest saving.
+        Combinations of two changes are tried only if no single change is enough, and combinations
+        of three only if no combination of two is enough. If none is enough, return the change or
+        combination with the largest saving.
         """
         tried: list[Change] = []
         for number in (1, 2, 3):
@@ -194,10 +196,10 @@ class Explainer:
     def _change(
         self, needs: "Needs", recompute: bool, halvings: int, shard: bool
     ) -> tuple[str, int] | None:
-        """Return the flags of a change and the bytes that a step then needs, or None if impossible.
+        """Return the flags of a change, and the bytes that a step needs with these flags.
 
-        The number of samples in a microbatch is halved `halvings` times, and the number of
-        microbatches is doubled `halvings` times.
+        Return None if the change is impossible. `halvings` is how often the number of samples per
+        microbatch is halved and the number of microbatches is doubled.
         """
         recipe, flags = self.recipe, []
         if recompute:
@@ -234,9 +236,9 @@ class Explainer:
             recipe = replace(recipe, parallel=replace(recipe.parallel, layout=str(new)))
             gathered = needs.buffers
             if layout.shard == 1:
-                # FSDP holds the full parameters outside of blocks and their gradients. Of one
-                # block it holds parameters, gradients and the buffer of the all-gather. Each
-                # prefetched block adds its parameters.
+                # FSDP keeps the full parameters and gradients of modules outside of blocks. For
+                # the current block, it keeps full parameters, full gradients and the all-gather
+                # buffer. For each prefetched block, it also keeps the full parameters.
                 gathered = 2 * needs.outside_blocks
                 gathered += (3 + recipe.parallel.prefetch) * needs.largest_block
             needs = replace(
@@ -262,26 +264,27 @@ class Explainer:
 
 @dataclass(frozen=True)
 class Needs:
-    """The memory that a whole step needs on this rank, measured or estimated."""
+    """The bytes that a whole step needs on this rank, measured or estimated."""
 
     fixed: int
-    """All memory except the parts below."""
+    """All memory that is not in one of the next five fields."""
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     buffers: int
     recomputed: int
-    """Activations with full recomputation: those outside of blocks, the inputs of all blocks, and
-    the activations of one block."""
+    """The bytes of activations with full recomputation: activations outside of blocks, the inputs
+    of all blocks, and the activations of one block."""
     blocks: int
-    """Number of repeated blocks. Blocks can be recomputed, and FSDP gathers one block at a time."""
+    """Number of repeated blocks, such as transformer layers. The activations of a block can be
+    recomputed, and FSDP gathers one block at a time."""
     largest_block: int
     """Bytes of the parameters of the largest block."""
     outside_blocks: int
     """Bytes of the parameters outside of blocks."""
     estimated: str
-    """Why activations are not measured, or an empty text."""
+    """Why activations are estimated or not included, or "" if they were measured."""
 
     @property
     def total(self) -> int:
@@ -295,18 +298,18 @@ class Needs:
         blocks = [] if model is None else repeated_blocks(model)
         parameters, trained = now.parameters, trained_bytes(model)
         if memory.engine is None and model is not None:
-            # Not all parameters are allocated yet, so their size is computed.
+            # Not all parameters are allocated yet, so compute their size from the whole model.
             whole = sum(parameter.nbytes for parameter in model.parameters())
             layout = layout_of(recipe.parallel.layout, explainer.world.size)
             divisor = layout.shard * layout.tp * layout.pp
             parameters, trained = max(parameters, whole // divisor), trained // divisor
-        tensors = 2  # optimizer state tensors per parameter, as AdamW has. Most others have fewer
+        tensors = 2  # optimizer state tensors per parameter: 2 for AdamW, fewer for most others
         if recipe.optimization.optimizer == "sgd":
             tensors = 1 if recipe.optimization.momentum else 0
         tensors += recipe.optimization.ema is not None
         gradients, optimizer = max(now.gradients, trained), max(now.optimizer, tensors * trained)
         activations, recomputed, estimated = 0, 0, ""
-        peak = 0  # largest bytes of activations so far, which the process may not have returned
+        peak = 0  # peak bytes of activations, which the process may still hold as free memory
         if counter is None:
             estimated = "activations are not included: they are not known yet"
             if not memory.counts_activations:
@@ -332,7 +335,7 @@ class Needs:
         tracked = sum(now) - now.activations + peak
         fixed = max(in_use - tracked, memory.before_model if memory.device.type == "cpu" else 0)
         if not memory.step_complete:
-            # Backward needs temporary results about as large as `asked`.
+            # Assume that backward needs temporary tensors of about the requested size.
             fixed += _LATER_BYTES + asked
         return cls(
             fixed,
@@ -358,22 +361,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        # The stack of a thread could not be allocated, or there are too many threads.
+        # Either the stack of the thread could not be allocated, or there are too many threads.
         return memory_in_use(torch.device("cpu"))[1] < _THREAD_BYTES
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """Return the number of bytes that were asked for, or None if the message does not name it."""
+    """Return the number of requested bytes, or None if the error message does not contain it."""
     found = _ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def find_place(error: BaseException) -> Place:
-    """Return the place that asked for memory: the innermost line outside of torch and tutti.
+    """Return the innermost source line outside of torch and tutti that requested memory.
 
-    If there is no such line, the place is the innermost Python line. Most operations of backward
-    run in C++, so they have no Python line.
+    If there is no such line, return the innermost Python line. Most operations of the backward pass
+    run in C++ and have no Python line.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [Path(frame.filename) for frame in frames]
@@ -384,8 +387,8 @@ def find_place(error: BaseException) -> Place:
         phase = _OPTIMIZER
     names = [frame.name for frame in frames]
     if "_engine_run_backward" in names:
-        # Python frames inside of backward belong to a recomputed forward pass, or to the backward
-        # of a torch.autograd.Function.
+        # Python frames inside of the backward pass belong to a recomputed forward pass, or to the
+        # backward method of a torch.autograd.Function.
         phase = _BACKWARD
         frames = traceback.StackSummary(frames[names.index("_engine_run_backward") + 1 :])
     if not frames:
@@ -395,7 +398,10 @@ def find_place(error: BaseException) -> Place:
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:
-    """Return whether a line belongs to a model or a dataset, and not to torch, tutti or Python."""
+    """Return whether a frame belongs to the code of a model or dataset.
+
+    Frames of torch, of the rest of tutti and of the standard library do not.
+    """
     folders = Path(frame.filename).parents
     if _TUTTI in folders:
         return any(folder in folders for folder in _MODEL_CODE)
@@ -404,7 +410,7 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def _short(file: str) -> str:
-    """Return a path relative to the current directory, or to the folder of torch or tutti."""
+    """Return the path relative to the current directory, or to the parent of torch or tutti."""
     for folder in (Path.cwd(), _TORCH.parent, _TUTTI.parent):
         if folder in Path(file).parents:
             return str(Path(file).relative_to(folder))
@@ -423,7 +429,7 @@ def _function(frame: traceback.FrameSummary) -> str | None:
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this rank uses on its device, and the bytes that it can still get."""
+    """Return the bytes that this rank uses on its device, and the bytes that it can allocate."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -451,11 +457,11 @@ def _describe(parts: dict[str, int], in_use: int, free: int) -> list[str]:
 
 def _advise(changes: list[Change]) -> list[str]:
     if not changes:
-        return ["  no change of a flag would fit: use more ranks with shard, tp or pp"]
+        return ["  no change of flags is enough. Use more ranks with shard, tp or pp."]
     width = max(len(change.flags) for change in changes)
     rows = [f"  {change.flags:<{width}}  saves {format_bytes(change.saves)}" for change in changes]
     if not changes[0].fits:
-        return ["  no change is enough; the largest saving:", *rows]
+        return ["  no change of flags is enough. The largest saving:", *rows]
     return ["  would fit:" if len(rows) == 1 else "  each of these would fit:", *rows]
 
 
@@ -465,7 +471,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inside(modules: dict[str, int], block: str) -> int:
-    """Return the activations of a block and of the modules in it."""
+    """Return the bytes of activations of a block, including the modules in it."""
     return sum(
         size for name, size in modules.items() if name == block or name.startswith(f"{block}.")
     )
