@@ -1,8 +1,8 @@
 """Telemetry of a training run: step timer, status sync, throughput, stragglers, progress.
 
-About once a second all ranks exchange their status in one small collective. Everything else in this
-module uses the result (`Status`), so between two syncs no rank waits for its device or for another
-rank except inside the step itself.
+About once a second, all ranks exchange their status in one small collective. All other code in this
+module reads only the result, a `Status`. So between two status syncs, telemetry never makes a rank
+wait for its device or for another rank.
 """
 
 import math
@@ -30,11 +30,11 @@ from tutti.world.world import World
 _SYNC_SECONDS = 1.0
 _MAX_SYNC_STEPS = 1000
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Ranks receive Ctrl-C from the terminal, and a launcher such as torchrun forwards it to them again.
-# A SIGINT within this time after the first signal counts as the same Ctrl-C.
+# One Ctrl-C may reach a rank twice: from the terminal, and from a launcher such as torchrun that
+# forwards it. A SIGINT within this time after the first one counts as the same Ctrl-C.
 _SAME_SIGNAL_SECONDS = 1.0
 
-# At most this many steps are measured between two status syncs, because measuring takes time.
+# Maximum number of steps that are measured between two status syncs, because measuring takes time.
 MAX_MEASURED = 20
 _autograd_engine: Any = torch.autograd.Variable._execution_engine
 
@@ -44,26 +44,27 @@ class StepTimer:
 
     Replicas wait for each other once per step, when gradients are summed. A rank's own time begins
     when it has the summed gradients of one step, and ends with its backward pass in the next step.
-    It covers update, input, forward and backward, which no other rank delays. All other ranks wait
-    for the rank with the longest own time:
+    In this interval (update, input, forward, backward), no other rank delays this rank. All other
+    ranks wait for the rank with the longest own time:
 
         wait of rank r = max(own times of all ranks) − own time of rank r
 
-    DDP starts its collectives during backward, but waits for them only after backward. If ranks
-    wait for each other inside forward or backward (sharded parameters, tp, pp, synchronised batch
-    norms), this interval would include waiting, so the own time is unknown.
+    This also holds for DDP, which starts its collectives during the backward pass but waits for
+    them only after it. If ranks wait for each other inside forward or backward (sharded parameters,
+    tp, pp, synchronised batch norms), the interval would include waiting, so the own time is
+    unknown.
 
-    The same steps are measured on all ranks. The timer implements the StepClock protocol; engines
-    call its methods. Recording a time does not wait for the device. On CUDA, a time is an event in
-    the stream of the step, so the interval also includes the time in which the GPU waits for the
+    The same steps are measured on all ranks. The timer implements the StepClock protocol, whose
+    methods are called by engines. Recording a time does not wait for the device. On CUDA, a time is
+    an event in the stream of the step, so the interval includes time in which the GPU waits for the
     host to launch kernels.
     """
 
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
-        """If `own_time`, measure own times; if `forward_time`, measure forward passes.
+        """Measure own times if `own_time`, and the times of forward passes if `forward_time`.
 
-        Own times are only valid if ranks wait for each other after backward and nowhere else.
-        Forward times are needed for --split measured.
+        Own times are valid only if ranks wait for each other after backward and nowhere else.
+        --split measured needs forward times.
         """
         self._device, self._measures_own_time, self._measures_forward = (
             device,
@@ -78,7 +79,7 @@ class StepTimer:
         self._forwards: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int) -> None:
-        """Start measuring. The next status sync is `steps` steps away."""
+        """Start measuring. The next status sync follows after `steps` steps."""
         self._stride = -(-steps // MAX_MEASURED)
         self._step = 0
         self._began = self._mark() if self._measures_own_time else None
@@ -93,14 +94,14 @@ class StepTimer:
         self._forwards.append((began, self._mark()))
 
     def before_last_backward(self, loss: Tensor) -> None:
-        """Arrange that the end of the next backward pass, the last of the step, is recorded."""
+        """Record the end of the next backward pass, which is the last one of the step."""
         if self._began is not None:
-            # The first node of backward queues this callback, so the callback runs before DDP's
-            # own callback, which waits for the other ranks.
+            # The first node of the backward pass queues this callback. So it runs before DDP's
+            # callback, which waits for the other ranks.
             loss.register_hook(lambda _: _autograd_engine.queue_callback(self._end_backward))  # type: ignore[no-untyped-call]
 
     def gradients_ready(self) -> None:
-        """Record that the gradients are summed over ranks: the next step's own time begins."""
+        """Record that the gradients are summed over ranks. The own time of the next step begins."""
         if self._began is not None:
             self._measured.append((self._step, self._began, self._backward_ended))
         self._step += 1
@@ -109,19 +110,19 @@ class StepTimer:
             self._began = self._mark()
 
     def take(self) -> list[tuple[int, float]]:
-        """Return (step since `begin`, own seconds) of each measured step.
+        """Return (number of steps since `begin`, own seconds) for each measured step.
 
-        The seconds are NaN if they are unknown. This method waits for the device, unless the losses
-        of these steps have been read.
+        Unknown seconds are NaN. This method waits for the device, unless the losses of these steps
+        have been read before.
         """
         taken, self._measured = self._measured, []
         return [(step, _seconds(began, ended)) for step, began, ended in taken]
 
     def take_forward_seconds(self) -> float:
-        """Return the seconds of forward passes since the last call. Waits until they have ended.
+        """Return the total seconds of the forward passes since the last call, and wait for them.
 
-        Backward passes are not included, because they end only when the gradients of the slowest
-        rank have arrived.
+        Backward passes are not included, because a backward pass ends only when the gradients of
+        the slowest rank have arrived.
         """
         taken, self._forwards = self._forwards, []
         return math.fsum(_seconds(began, ended) for began, ended in taken)
@@ -148,26 +149,26 @@ def _seconds(began: Any, ended: Any) -> float:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of all ranks at a status sync. It is identical on every rank."""
+    """The state of all ranks at a status sync. Every rank has the same Status."""
 
     first_step: int
     losses: tuple[float, ...]
-    # The first step whose loss was not finite, and the rank on which it was found.
+    # (step, rank) of the first loss that was not finite.
     nonfinite: tuple[int, int] | None
     stop: bool
-    # Samples per second of each rank's own work, without waiting for other ranks; 0 if unknown.
+    # Samples per second of forward time on each rank, for --split measured. 0 if unknown.
     rates: tuple[float, ...]
     seconds: float
-    # For each measured step: its number and every rank's own seconds; see StepTimer.
+    # (step, own seconds of every rank) of each measured step. StepTimer defines own seconds.
     own_seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 class StatusSync:
-    """Collects losses on the device and exchanges the status of all ranks about once a second.
+    """Collects losses on the device, and exchanges the status of all ranks about once a second.
 
-    The number of steps between two syncs is computed from exchanged values only, so all ranks sync
-    at the same step. If `can_stop`, Ctrl-C, SIGTERM and SIGUSR1 set `stop` in the next status
-    instead of ending the process; a second Ctrl-C ends the process at once.
+    The number of steps between two syncs is computed only from exchanged values, so all ranks sync
+    at the same step. If `can_stop`, then Ctrl-C, SIGTERM and SIGUSR1 do not end the process, but
+    set `stop` in the next status. A second Ctrl-C ends the process at once.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class StatusSync:
         self.restart_clock()
 
     def add(self, losses: Tensor, busy_seconds: float) -> None:
-        """Record this rank's parts of the mean losses of steps, without waiting for the device."""
+        """Add this rank's contributions to the mean losses, without waiting for the device."""
         self._losses.append(losses)
         self._busy_seconds += busy_seconds
 
     def restart_clock(self) -> None:
-        """Restart the clock after an evaluation or a checkpoint, which are not training time."""
+        """Restart the clock after an evaluation or a checkpoint, to count only training time."""
         self._since = time.perf_counter()
         self.timer.begin(self.next_at - self._first)
 
@@ -202,8 +203,9 @@ class StatusSync:
         own_times = self.timer.take()
         steps = len(losses)
         nonfinite = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        # All values are in one vector, which is summed over all ranks. It has the common values,
-        # then one slot per rank. Each rank fills its own slot and leaves the other slots zero.
+        # All values are in one vector, which is summed over all ranks. The vector begins with the
+        # values to sum (losses and stop). Then it has one slot per rank. Each rank fills its own
+        # slot and leaves the other slots zero, so the sum has the values of every rank.
         common = [loss if math.isfinite(loss) else 0.0 for loss in losses] + [
             float(self._stop_since is not None)
         ]
@@ -218,7 +220,7 @@ class StatusSync:
         total = torch.tensor(common + slots, dtype=torch.float64)
         comm.all_reduce(total)
         values = total.tolist()
-        # Each of these tuples has one value per rank.
+        # Each of these tuples has one value for each rank.
         nonfinite_steps, rates, seconds, *own_seconds = (
             tuple(values[steps + 1 + i :: len(slot)]) for i in range(len(slot))
         )
@@ -234,7 +236,7 @@ class StatusSync:
             own_seconds=tuple(zip(measured, own_seconds, strict=True)),
         )
         self._first += steps
-        # The interval is at most doubled, because the first steps (compilation, warm-up) are not
+        # At most double the interval, because the first steps (compilation, warm-up) are not
         # typical.
         steps_in_interval = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
         self.next_at = self._first + max(1, min(_MAX_SYNC_STEPS, 2 * steps, steps_in_interval))
@@ -249,29 +251,30 @@ class StatusSync:
         now = time.monotonic()
         if self._stop_since is None:
             self._stop_since = now
-            if self.rank == 0:  # os.write, because a signal may arrive inside a print
+            if self.rank == 0:  # with os.write, because the signal may interrupt a print
                 text = "\ntutti train: stopping after a checkpoint"
-                hint = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+                hint = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
                 os.write(2, f"{text}{hint}\n".encode())
         elif number == signal.SIGINT and now - self._stop_since > _SAME_SIGNAL_SECONDS:
-            # os._exit is used, because KeyboardInterrupt would wait for the checkpoint's thread.
+            # Use os._exit, because KeyboardInterrupt would wait for the thread that saves the
+            # checkpoint.
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h")  # show the cursor, which the progress bar has hidden
             os._exit(128 + signal.SIGINT)
 
 
 class Throughput:
-    """Computes samples per second, tokens per second and MFU. Leaves out the first sync (warm-up).
+    """Computes samples per second, tokens per second and MFU, without the first sync (warm-up).
 
     MFU is model FLOPs utilisation: achieved FLOP per second / peak FLOP per second of the devices.
     """
 
     def __init__(self, world: World, precision: str, architecture: Any, seq_len: int) -> None:
-        """`architecture`: a GPTConfig, or None. `seq_len`: tokens of a sample, or 0."""
+        """MFU needs a GPTConfig as `architecture`. `seq_len` is the tokens per sample, or 0."""
         self._world, self._seq_len = world, seq_len
         is_gpt = isinstance(architecture, GPTConfig)
         self._token_flops: int | None = architecture.flops_per_token(seq_len) if is_gpt else None
-        self.tokens_per_s: float | None = None  # since the last sync; None: samples have no tokens
+        self.tokens_per_s: float | None = None  # since the last sync; None if there are no tokens
         self._peak: tuple[float, str] | None = None
         if is_gpt and world.device.type == "cuda":
             from tutti.machine.hardware_catalogue import peak_flops
@@ -283,10 +286,10 @@ class Throughput:
         self.samples_per_s: float | None = None
 
     def add(self, status: Status, samples: int) -> list["Part"]:
-        """Add the samples of one sync. Return the rates for the progress line."""
+        """Add the samples since the last sync. Return the rates for the progress line."""
         rate = samples / status.seconds
         if self.samples_per_s is None:
-            self.samples_per_s = rate  # replaced if a second sync follows
+            self.samples_per_s = rate  # replaced at the second sync, if there is one
         else:
             self._samples += samples
             self._seconds += status.seconds
@@ -332,10 +335,10 @@ def _short_count(value: float) -> str:
     return three_digits(value)
 
 
-_WINDOW_STEPS = 20  # number of measured steps that a straggler warning is based on
-_MIN_WAIT_FRACTION = 0.1  # minimum waiting time for a warning, as a fraction of a step
-_MIN_LATE_FRACTION = 0.75  # minimum fraction of steps in the window in which the rank is late
-_QUIET_STEPS = 1000  # steps between two warnings
+_WINDOW_STEPS = 20  # number of measured steps behind a straggler warning
+_MIN_WAIT_FRACTION = 0.1  # minimum wait of the other ranks for a warning, as a fraction of a step
+_MIN_LATE_FRACTION = 0.75  # a straggler must be late in at least this fraction of the window
+_QUIET_STEPS = 1000  # minimum number of steps between two warnings
 
 
 class Stragglers:
@@ -349,7 +352,7 @@ class Stragglers:
     def add(self, status: Status) -> list[float | None]:
         """Return the fraction of a step that each rank spends waiting, or None if it is unknown.
 
-        The first status is not counted: it covers warm-up, which ranks begin at different times.
+        The first status is ignored, because ranks begin the warm-up at different times.
         """
         ranks = len(status.rates)
         if ranks == 1:
@@ -393,14 +396,16 @@ class Stragglers:
 _LINE_SECONDS = 5.0
 _MAX_BAR, _MIN_BAR = 20, 4  # columns
 _ETA_COLUMNS = len("00:00:00")
-_SHORT_PARTS = 3  # the first parts (loss, throughput, memory) are shortened before any is left out
+# In a narrow terminal, the first parts (loss, throughput, memory) are shortened before they are
+# omitted. Later parts are omitted without being shortened.
+_SHORT_PARTS = 3
 
 Part = tuple[str, str]
-"""A part of the progress line, in full and in a short form for a narrow terminal."""
+"""A part of the progress line: (long text, short text for a narrow terminal)."""
 
 
 class ProgressReport:
-    """Shows step, loss and speed on rank 0: a bar on a terminal, otherwise a line every 5 s."""
+    """Shows step, loss and speed on rank 0: a bar in a terminal, otherwise a line every 5 s."""
 
     def __init__(self, steps: int, first: int, shown: bool) -> None:
         self._steps = steps
@@ -422,7 +427,7 @@ class ProgressReport:
             self._bar.start()
 
     def show(self, step: int, parts: Sequence[Part]) -> None:
-        """Show the step and as many parts as fit, the most important first."""
+        """Show the step and as many parts as fit into the line, the most important parts first."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=self._fitted(parts))
         elif self._shown and (time.monotonic() >= self._next_line or step == self._steps):
@@ -440,7 +445,7 @@ class ProgressReport:
     def _fitted(self, parts: Sequence[Part]) -> str:
         """Return the text beside the bar, and set the width of the bar to the remaining columns.
 
-        Rich would cut off a line that is too long with an ellipsis.
+        The text must fit, because rich would replace the end of a longer line by an ellipsis.
         """
         count = 2 * len(str(self._steps)) + 1
         width = self._console.width - _MIN_BAR - count - _ETA_COLUMNS - 3  # 3 spaces
