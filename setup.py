@@ -39,8 +39,9 @@ def extensions() -> list[Extension]:
     built = [extension(jit_build.core_library())]
     try:
         built.append(extension(jit_build.front_library()))
+        built.append(extension(jit_build.recorder_library()))
     except ImportError:
-        print("this build cannot import torch: the shm front is compiled at first use")
+        print("this build cannot import torch: the shm front and the recorder are compiled at first use")
     return built
 
 

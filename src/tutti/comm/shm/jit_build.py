@@ -87,19 +87,31 @@ def core_library() -> Library:
 @cache
 def front_library() -> Library:
     """Return the C++ front for the installed torch. Raise ImportError without torch."""
+    folder = FOLDER / "front"
+    headers = (*sorted(folder.glob("*.h")), FOLDER / "core/tutti_shm.h")
+    return _torch_library("_front", folder / "module.cpp", headers)
+
+
+@cache
+def recorder_library() -> Library:
+    """Return the recorder of tutti.observe for the installed torch. Raise ImportError without."""
+    return _torch_library("_recorder", FOLDER.parents[1] / "observe/recorder.cpp", ())
+
+
+def _torch_library(name: str, source: Path, headers: tuple[Path, ...]) -> Library:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise ImportError("torch is not installed")
     import torch
 
-    folder, torch_folder = FOLDER / "front", Path(found.origin).parent
+    torch_folder = Path(found.origin).parent
     torch_include = torch_folder / "include"
     python_include = Path(sysconfig.get_paths()["include"])
     cxx11_abi = int(torch.compiled_with_cxx11_abi())
     return Library(
-        "_front",
-        (folder / "module.cpp",),
-        (*sorted(folder.glob("*.h")), FOLDER / "core/tutti_shm.h"),
+        name,
+        (source,),
+        headers,
         ("CXX", "c++", "g++", "clang++"),
         (
             "-O2",
@@ -110,7 +122,7 @@ def front_library() -> Library:
             "-Wextra",
             f"-D_GLIBCXX_USE_CXX11_ABI={cxx11_abi}",
         ),
-        # torch has loaded these libraries before the front is loaded, so no rpath is needed.
+        # torch has loaded these libraries before this library is loaded, so no rpath is needed.
         # libstdc++ is named explicitly, because some compilers would link it statically, and two
         # copies of libstdc++ in one process crash.
         ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-l:libstdc++.so.6"),

@@ -1,0 +1,818 @@
+"""Explains a job that hangs or has died: which rank, which operation, which line.
+
+The input is two snapshots of all rings of a job, about a second apart. `explain` looks for the
+causes in this order, from the most certain to the least certain:
+
+1. a rank that ended with an error, died, or is stopped by a signal
+2. an operation that ranks of one group entered with different kinds, sizes, dtypes or roots
+3. progress between the snapshots: the job does not hang
+4. ranks for which others wait. A rank waits for every member of the group that has not entered its
+   operation. A rank that others wait for, and which itself waits for nobody, is the cause. If ranks
+   wait for each other, they entered operations in different orders.
+5. an operation that all ranks have entered but which does not complete: the network
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tutti.observe import ring_reader
+from tutti.observe.ring_reader import ENDED, FAILED, RUNNING, Operation, Process, user_frame
+from tutti.world.exchange import name_ranks
+
+HANG_AFTER = 60.0
+# Errors of a rank because another rank is gone or late. They are consequences, not causes.
+_CONSEQUENCE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|pair closure|remote process"
+    r"|timed? ?out|communicator was aborted|recvvalue failed|failed to recv|connection was likely"
+    r"|closed the group|of group .* has died|wait timeout|DistBackendError|DistNetworkError",
+    re.IGNORECASE,
+)
+_MEMORY = re.compile(r"out ?of ?memory|MemoryError|can't allocate memory", re.IGNORECASE)
+_KINDS_WITH_FREE_SIZES = ("all_to_all", "all_to_all_single", "barrier", "monitored_barrier")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that causes the hang: its operation, its source line, and what it does there."""
+
+    rank: int
+    host: str
+    operation: str
+    file: str
+    line: int
+    doing: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a job does not continue. `kind` is the class of the cause.
+
+    `hang` is False if the job makes progress or has waited for less than `hang_after` seconds.
+    """
+
+    kind: str
+    verdict: str
+    hang: bool
+    waited_s: float = 0.0
+    culprits: list[Culprit] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The processes of a job on all hosts that answered."""
+
+    processes: list[Process]
+    silent_hosts: tuple[str, ...] = ()  # hosts that did not answer
+
+    @property
+    def ranks(self) -> list[Process]:
+        return [process for process in self.processes if process.worker < 0]
+
+
+def take_snapshot(
+    folder: Path, hosts: Sequence[str] = (), via: str = "ssh {host}", timeout: float = 3.0
+) -> Snapshot:
+    """Read all rings of a job on this host, and on other hosts through the command `via`.
+
+    `via` is a command that runs its arguments on a host, such as `ssh {host}` or
+    `srun --jobid 7 --overlap -w {host}`. On that host, it runs `tutti why --snapshot`.
+    """
+    processes = ring_reader.read_job(folder)
+    silent = []
+    running = []
+    for host in hosts:
+        command = [*shlex.split(via.format(host=host)), "tutti", "why", folder.name, "--snapshot"]
+        running.append(
+            (
+                host,
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                ),
+            )
+        )
+    end = time.monotonic() + timeout
+    for host, process in running:
+        try:
+            output, _ = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            rows = json.loads(output)["processes"]
+            known = {(each.host, each.pid) for each in processes}
+            found = [Process.from_json(row) for row in rows]
+            processes += [each for each in found if (each.host, each.pid) not in known]
+        except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
+            process.kill()
+            process.wait()
+            silent.append(host)
+    processes.sort(key=lambda each: (each.worker, each.rank))
+    return Snapshot(processes, tuple(silent))
+
+
+def explain_job(
+    folder: Path,
+    hosts: Sequence[str] = (),
+    via: str = "ssh {host}",
+    *,
+    hang_after: float = HANG_AFTER,
+    pause: float = 1.2,
+) -> Explanation:
+    """Take two snapshots of a job and explain them."""
+    first = take_snapshot(folder, hosts, via)
+    if any(process.alive for process in first.processes):
+        time.sleep(pause)
+    return explain(first, take_snapshot(folder, hosts, via), hang_after)
+
+
+# -- the explanation -------------------------------------------------------------------------------
+
+
+def explain(first: Snapshot, second: Snapshot, hang_after: float = HANG_AFTER) -> Explanation:
+    """Explain why a job does not continue, from two snapshots of it."""
+    return _Analysis(first, second, hang_after).explain()
+
+
+class _Analysis:
+    def __init__(self, first: Snapshot, second: Snapshot, hang_after: float) -> None:
+        self.before = {(each.host, each.pid): each for each in first.processes}
+        self.snapshot, self.hang_after = second, hang_after
+        self.ranks = {process.rank: process for process in second.ranks}
+        self.size = max((each.world_size for each in self.ranks.values()), default=0)
+        self.blocked = {r: ops for r, p in self.ranks.items() if (ops := self._blocking(p))}
+        self.waits_for = {r: self._missing(r, ops) for r, ops in self.blocked.items()}
+
+    def explain(self) -> Explanation:
+        if not self.ranks:
+            return Explanation("no_ranks", "No recorded rank of this job was found.", False)
+        for look in (
+            self._error,
+            self._dead,
+            self._stopped,
+            self._mismatch,
+            self._progress,
+            self._silent_host,
+            self._not_arriving,
+            self._order,
+            self._network,
+            self._no_communication,
+        ):
+            found = look()
+            if found is not None:
+                kind, verdict, culprits, evidence = found
+                waited = self._waited()
+                certain = kind in _CERTAIN
+                hang = kind != "progress" and (certain or waited >= self.hang_after)
+                if not hang and kind not in ("progress", "ended"):
+                    verdict = f"Not a hang so far ({waited:.0f} s): {verdict}"
+                rows = [self._row(process) for process in self.ranks.values()]
+                return Explanation(
+                    kind, verdict, hang, round(waited, 3), culprits, evidence, rows
+                )
+        raise AssertionError("_no_communication always finds something")
+
+    # -- certain facts ---------------------------------------------------------------------------
+
+    def _error(self) -> "_Found":
+        failed = [p for p in self.ranks.values() if p.exit_state == FAILED]
+        causes = [p for p in failed if not _CONSEQUENCE.search(p.error.partition(" @ ")[0])]
+        if not causes:
+            return None
+        first = max(causes, key=lambda p: (p.exited_ago or 0.0))
+        message, _, site = first.error.partition(" @ ")
+        kind = "out_of_memory" if _MEMORY.search(message) else "error"
+        verdict = f"{self._name(first)} failed at {site or 'an unknown line'}: {message}."
+        evidence = [self._also_waiting({first.rank})]
+        evidence += [
+            f"{self._name(p)} failed afterwards: {p.error.partition(' @ ')[0]}"
+            for p in failed
+            if p is not first
+        ]
+        return kind, verdict, [self._culprit(first, site, message)], _non_empty(evidence)
+
+    def _dead(self) -> "_Found":
+        dead = [p for p in self.ranks.values() if not p.alive and p.exit_state == RUNNING]
+        if not dead:
+            return None
+        age = max(p.sample_age for p in dead)
+        if len(dead) == len(self.ranks) > 1:
+            stuck = self._not_arriving(ended=True)
+            if stuck is not None:
+                kind, verdict, culprits, evidence = stuck
+                return kind, f"The job has ended. Before that, {verdict[0].lower()}{verdict[1:]}", (
+                    culprits
+                ), evidence
+        first = [p for p in dead if p.sample_age > age - 1.0]
+        culprits = [self._culprit(p, self._where(p), "died") for p in first]
+        who = name_ranks([p.rank for p in first])
+        where = f" Its last known line was {self._where(first[0])}." if self._where(first[0]) else ""
+        verdict = (
+            f"{who[0].upper()}{who[1:]} on {first[0].host} died without an error message "
+            f"(killed by a signal, or by the kernel because memory ran out; see dmesg).{where}"
+        )
+        return "dead", verdict, culprits, _non_empty([self._also_waiting({p.rank for p in first})])
+
+    def _stopped(self) -> "_Found":
+        stopped = [p for p in self.ranks.values() if p.alive and p.state in ("T", "t")]
+        if not stopped:
+            return None
+        first = stopped[0]
+        who = name_ranks([p.rank for p in stopped])
+        pids = " ".join(str(p.pid) for p in stopped)
+        verdict = (
+            f"{who[0].upper()}{who[1:]} on {first.host} is stopped by a signal (SIGSTOP) at "
+            f"{self._where(first)}. Continue it with kill -CONT {pids}."
+        )
+        culprits = [self._culprit(p, self._where(p), "stopped by a signal") for p in stopped]
+        return "stopped", verdict, culprits, _non_empty([self._also_waiting({p.rank for p in stopped})])
+
+    def _progress(self) -> "_Found":
+        moved = [
+            p
+            for p in self.snapshot.processes
+            if (old := self.before.get((p.host, p.pid))) is not None and old.progress != p.progress
+        ]
+        if all(p.exit_state == ENDED for p in self.ranks.values()):
+            return "ended", "All ranks have ended normally.", [], []
+        if not any(p.worker < 0 for p in moved):
+            return None
+        steps = [p.steps for p in self.ranks.values()]
+        seconds = [
+            step.ended - step.began for p in self.ranks.values() for step in p.step_history[-20:]
+        ]
+        speed = f", {sorted(seconds)[len(seconds) // 2]:.3g} s per step" if seconds else ""
+        verdict = f"The job makes progress: step {max(steps)}{speed}. It does not hang."
+        return "progress", verdict, [], []
+
+    def _silent_host(self) -> "_Found":
+        if not self.snapshot.silent_hosts:
+            return None
+        hosts = ", ".join(self.snapshot.silent_hosts)
+        missing = sorted(set(range(self.size)) - set(self.ranks))
+        of_host = f" with {name_ranks(missing)}" if missing else ""
+        verdict = (
+            f"Host {hosts}{of_host} does not answer: the host is frozen or down, or the network is "
+            "partitioned."
+        )
+        culprits = [Culprit(rank, hosts, "", "", 0, "on a host that does not answer") for rank in missing]
+        return "host_silent", verdict, culprits, _non_empty([self._also_waiting(set(missing))])
+
+    # -- operations that do not match --------------------------------------------------------------
+
+    def _mismatch(self) -> "_Found":
+        """Find the first operation that ranks of one group entered with different arguments."""
+        by_place: dict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
+        for rank, process in self.ranks.items():
+            for operation in process.operations:
+                if not operation.point_to_point:
+                    by_place[operation.group, operation.sequence][rank] = operation
+        found = []
+        for (group, _), operations in by_place.items():
+            forms = {rank: _form(operation) for rank, operation in operations.items()}
+            # Only an operation that some rank still waits for, or that failed, explains a hang.
+            stuck = any(each.state != "completed" for each in operations.values())
+            if stuck and len(set(forms.values())) > 1:
+                found.append((min(each.entered for each in operations.values()), group, operations))
+        if not found:
+            return None
+        _, group, operations = min(found, key=lambda item: item[0])
+        wrong = self._odd_ones(operations)
+        usual = [rank for rank in operations if rank not in wrong] or sorted(operations)[:1]
+        sequence = next(iter(operations.values())).sequence
+        label = self._label(group, operations)
+        parts = [
+            f"rank {rank} entered {operations[rank].signature} at {operations[rank].site or 'an unknown line'}"
+            for rank in (*wrong, usual[0])
+        ]
+        what = _difference([operations[rank] for rank in (*wrong, usual[0])])
+        others = f" ({name_ranks(usual)} agree)" if len(usual) > 1 else ""
+        verdict = (
+            f"Ranks disagree about the {what} of operation #{sequence} of the {label}: "
+            f"{', but '.join(parts)}{others}."
+        )
+        culprits = [
+            self._culprit(self.ranks[rank], operations[rank].site, operations[rank].signature)
+            for rank in wrong
+        ]
+        return "mismatch", verdict, culprits, []
+
+    def _odd_ones(self, operations: dict[int, Operation]) -> list[int]:
+        """Return the ranks whose operation is the wrong one.
+
+        These are the ranks of the minority. If there is none, they are the ranks that never before
+        called such an operation from that line. If that does not help either, all ranks are named.
+        """
+        counts = Counter(_form(each) for each in operations.values())
+        usual, count = counts.most_common(1)[0]
+        if count > len(operations) / 2:
+            return [rank for rank, each in operations.items() if _form(each) != usual]
+        new = [rank for rank, each in operations.items() if not self._seen_before(rank, each)]
+        return new if 0 < len(new) < len(operations) else sorted(operations)[1:]
+
+    def _seen_before(self, rank: int, operation: Operation) -> bool:
+        """Return whether the operation continues the order of the rank's earlier operations.
+
+        It does if the same form was called from the same line before, after the same predecessor.
+        """
+        calls = [
+            (_form(each), each.site)
+            for each in self.ranks[rank].operations
+            if each.group == operation.group and each.number <= operation.number
+        ]
+        pairs = list(zip(calls, calls[1:], strict=False))
+        return bool(pairs) and pairs[-1] in pairs[:-1]
+
+    # -- ranks that do not arrive -------------------------------------------------------------------
+
+    def _blocking(self, process: Process) -> list[Operation]:
+        """Return the pending operations in which the main thread of the process is blocked."""
+        if process.exit_state == ENDED:
+            return []
+        pending = [each for each in process.operations if each.pending]
+        # NCCL's operations run on the GPU, so the host does not know whether they have completed.
+        # The latest one counts as pending if no later operation was entered.
+        pending = [each for each in pending if each.device == "cpu"] or pending[-1:]
+        if not pending or not process.threads:
+            return pending
+        main = process.threads[0]
+        top = main.frames[0] if main.frames else ""
+        if "/dataloader.py" in top or any("/dataloader.py" in each for each in main.frames[:6]):
+            return []
+        in_communication = "/torch/" in top or "/tutti/" in top
+        waits = main.system_call in ("futex", "poll", "receive", "send", "")
+        return pending if in_communication or (waits and main.state != "R") else []
+
+    def _missing(self, rank: int, operations: list[Operation]) -> dict[int, Operation]:
+        """Return the ranks that have not entered the operations, each with one of the operations."""
+        process = self.ranks[rank]
+        missing: dict[int, Operation] = {}
+        for operation in operations:
+            group = process.groups.get(operation.group)
+            if group is None:
+                continue
+            members = group.ranks or tuple(range(group.size))
+            if operation.point_to_point:
+                peer = members[operation.peer] if 0 <= operation.peer < len(members) else None
+                if peer is not None and not self._has_counterpart(peer, rank, operation, members):
+                    missing.setdefault(peer, operation)
+                continue
+            for member in members:
+                other = self.ranks.get(member)
+                entered = (
+                    other.groups[operation.group].collectives
+                    if other is not None and operation.group in other.groups
+                    else 0
+                )
+                if member != rank and entered < operation.sequence:
+                    missing.setdefault(member, operation)
+        return missing
+
+    def _has_counterpart(
+        self, peer: int, rank: int, operation: Operation, members: Sequence[int]
+    ) -> bool:
+        """Return whether `peer` has called the receive of this send, or the send of this receive."""
+        other = self.ranks.get(peer)
+        if other is None:
+            return False
+        kinds = ("recv", "recv_any_source") if operation.kind == "send" else ("send",)
+        own = members.index(rank) if rank in members else rank
+        return any(
+            each.kind in kinds
+            and each.group == operation.group
+            and each.peer in (own, -1)
+            and each.tag == operation.tag
+            and (each.sequence >= operation.sequence or each.kind == "recv_any_source")
+            for each in other.operations
+        )
+
+    def _not_arriving(self, ended: bool = False) -> "_Found":
+        wanted: dict[int, list[int]] = defaultdict(list)  # rank: the ranks that wait for it
+        for rank, missing in self.waits_for.items():
+            for other in missing:
+                wanted[other].append(rank)
+        # A rank that is blocked, but not by a rank of this list, is not the cause.
+        roots = [rank for rank in wanted if not self.waits_for.get(rank)]
+        if not roots:
+            return None
+        waiters = sorted({each for root in roots for each in wanted[root]})
+        operation = self.waits_for[wanted[roots[0]][0]][roots[0]]
+        first = self.ranks.get(roots[0])
+        name = self._name_operation(operation, wanted[roots[0]][0])
+        waited = self._waited()
+        if first is None:
+            who = name_ranks(sorted(roots))
+            verdict = (
+                f"{who[0].upper()}{who[1:]} of {self.size} left no recording here and has not entered "
+                f"{name}: it has not started, or runs on another host (give --hosts)."
+            )
+            culprits = [Culprit(rank, "", name, "", 0, "not recorded") for rank in sorted(roots)]
+            return "missing", verdict, culprits, _non_empty([self._also_waiting(set(roots))])
+        kind, doing, where = self._activity(first, operation, waiters)
+        if operation.point_to_point:
+            verb = "called the matching recv for" if operation.kind == "send" else "sent the message of"
+            if kind in ("waiting", "busy", "sleeping"):
+                kind = "missing_receive" if operation.kind == "send" else "missing_send"
+            lead = f"{self._name(first)} has not {verb} {name}"
+        else:
+            lead = f"{self._name(first)} has not entered {name}"
+        also = [rank for rank in roots[1:] if rank in self.ranks]
+        verdict = f"{lead}: it {doing}{f' for {waited:.0f} s' if waited >= 1 else ''}."
+        if also:
+            verdict += f" So {'have' if len(also) > 1 else 'has'} {name_ranks(sorted(also))} not."
+        waiting = [f"rank {each} waits in it at {self._site(each, roots[0])}" for each in waiters[:4]]
+        if len(waiters) > 4:
+            waiting.append(f"{len(waiters) - 4} more ranks wait in it")
+        culprits = [self._culprit(first, where, doing, name)]
+        for rank in also:
+            _, each_doing, each_where = self._activity(self.ranks[rank], operation, waiters)
+            culprits.append(self._culprit(self.ranks[rank], each_where, each_doing, name))
+        return kind, verdict, culprits, waiting
+
+    def _order(self) -> "_Found":
+        """Ranks wait for each other: they entered operations in different orders."""
+        cycle = self._cycle()
+        if not cycle:
+            return None
+        parts = []
+        culprits = []
+        messages = []
+        for rank, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+            operation = self.waits_for[rank][other]
+            messages.append(operation.point_to_point)
+            name = self._name_operation(operation, rank)
+            parts.append(f"rank {rank} waits for rank {other} in {name} at {operation.site}")
+            culprits.append(self._culprit(self.ranks[rank], operation.site, operation.signature, name))
+        if all(messages):
+            kinds = {self.waits_for[r][o].kind for r, o in zip(cycle, [*cycle[1:], cycle[0]], strict=True)}
+            missing = "send" if kinds == {"recv"} else "receive" if kinds == {"send"} else "message"
+            lead = f"Ranks wait for each other and none calls the matching {missing}: "
+            return f"missing_{missing}", lead + "; ".join(parts) + ".", culprits, []
+        lead = "Ranks wait for each other, because they call operations in different orders: "
+        return "order", lead + "; ".join(parts) + ".", culprits, []
+
+    def _cycle(self) -> list[int]:
+        for start in self.waits_for:
+            path = [start]
+            while True:
+                following = [each for each in self.waits_for.get(path[-1], {}) if each in self.ranks]
+                if not following:
+                    break
+                if following[0] in path:
+                    return path[path.index(following[0]) :]
+                path.append(following[0])
+        return []
+
+    def _network(self) -> "_Found":
+        """All ranks have entered the operations that they wait for."""
+        if not self.blocked:
+            return None
+        # The oldest operation that has not completed on some rank.
+        operation, rank = min(
+            ((op, r) for r, ops in self.blocked.items() for op in ops), key=lambda item: item[0].entered
+        )
+        name = self._name_operation(operation, rank)
+        hosts = sorted({p.host for p in self.ranks.values()})
+        lost = {p.rank: p.network for p in self.ranks.values() if p.network}
+        evidence = [
+            f"rank {r} has sent data that {', '.join(addresses)} does not acknowledge"
+            for r, addresses in lost.items()
+        ]
+        blocked = name_ranks(sorted(self.blocked))
+        if lost or len(hosts) > 1:
+            verdict = (
+                f"All ranks have entered {name}, but no data arrives: the network between "
+                f"{' and '.join(hosts)} is interrupted. {blocked[0].upper()}{blocked[1:]} wait."
+            )
+            culprits = [
+                self._culprit(self.ranks[r], operation.site, "no acknowledgement of data", name)
+                for r in lost or self.blocked
+            ]
+            return "partition", verdict, culprits, evidence
+        on_gpu = operation.device != "cpu"
+        reason = (
+            "A GPU kernel does not end, or the GPUs cannot reach each other."
+            if on_gpu
+            else "The backend does not complete it."
+        )
+        verdict = f"All members have entered {name} at {operation.site}, but it does not complete. {reason}"
+        culprits = [self._culprit(self.ranks[r], operation.site, "inside the operation", name) for r in self.blocked]
+        return "gpu" if on_gpu else "inside", verdict, culprits, evidence
+
+    def _no_communication(self) -> "_Found":
+        """No rank waits for another rank."""
+        rows = []
+        kinds = []
+        for process in self.ranks.values():
+            kind, doing, where = self._activity(process, None, [])
+            kinds.append(kind)
+            rows.append((process, doing, where))
+        places = Counter(where for _, _, where in rows)
+        kind = "storage" if set(kinds) == {"storage"} else kinds[0] if len(set(kinds)) == 1 else "mixed"
+        process, doing, where = rows[0]
+        if len(places) == 1 and len(rows) > 1:
+            verdict = f"No rank waits for another rank: every rank {doing}."
+        else:
+            verdict = "No rank waits for another rank: " + "; ".join(
+                f"rank {p.rank} {text}" for p, text, _ in rows[:8]
+            )
+            verdict += "."
+        culprits = [self._culprit(p, place, text) for p, text, place in rows]
+        return kind, verdict, culprits, []
+
+    # -- what a rank does ---------------------------------------------------------------------------
+
+    def _activity(
+        self, process: Process, operation: Operation | None, waiters: Sequence[int]
+    ) -> tuple[str, str, str]:
+        """Return (kind, what the rank does as text, its source line)."""
+        where = self._where(process)
+        others = [self.ranks[rank] for rank in waiters]
+        if process.exit_state == ENDED:
+            ended = f"has ended normally after {process.steps} steps and {process.batches} batches"
+            if others:
+                ended += f", while rank {others[0].rank} is in step {others[0].steps + 1}"
+            uneven = any(p.batches != process.batches for p in others) and process.batches > 0
+            return ("uneven_batches" if uneven else "ended_early"), ended, where
+        if not process.alive:
+            return "dead", f"has died (last known line: {where})", where
+        if process.exit_state == FAILED:
+            message = process.error.partition(" @ ")[0]
+            return "error", f"failed before ({message}) and is ending at {where}", where
+        main = process.threads[0] if process.threads else None
+        if main is None:
+            return "unknown", "has no sampled stack", where
+        if any("/dataloader.py" in frame for frame in main.frames):
+            return self._loader_activity(process, where)
+        if process.gil_age > 3.0 and process.sample_age < 3.0:
+            text = f"keeps the GIL at {where}: native code runs without releasing it"
+            return "gil", text, where
+        fewer = [p for p in others if p.loaders_ended < process.loaders_ended]
+        note = ""
+        kind = ""
+        if fewer and process.batches:
+            kind = "uneven_batches"
+            note = (
+                f"its data loader has ended after {process.batches} batches, "
+                f"rank {fewer[0].rank} is at batch {fewer[0].batches}, and it now "
+            )
+        if main.state == "D":
+            return kind or "storage", f"{note}waits for a disk or file system{_of_file(main.file)} at {where}", where
+        if main.system_call in ("read", "write", "fsync", "open", "lock"):
+            verbs = {"lock": "waits for a file lock on", "open": "opens a file", "fsync": "flushes"}
+            verb = verbs.get(main.system_call, f"{main.system_call}s")
+            target = f" {main.file}" if main.file else ""
+            is_file = main.file.startswith("/") and not main.file.startswith("/dev/")
+            found = "storage" if is_file or main.system_call == "open" else "waiting"
+            return kind or found, f"{note}{verb}{target} at {where}", where
+        if any(re.search(r"/torch/cuda/__init__.py:\d+ in synchronize", each) for each in main.frames[:2]):
+            return kind or "gpu", f"{note}waits for its GPU at {where}", where
+        texts = {
+            "sleep": ("sleeping", "sleeps"),
+            "futex": ("waiting", "waits for a lock or another thread"),
+            "poll": ("waiting", "waits for input or output"),
+            "receive": ("waiting", "waits for data from a socket"),
+            "send": ("waiting", "sends data to a socket"),
+            "connect": ("waiting", "connects to another process"),
+            "wait": ("waiting", "waits for a child process"),
+        }
+        if self._is_busy(process) or main.state == "R" and not main.system_call:
+            return kind or "busy", f"{note}computes at {where}", where
+        found, text = texts.get(main.system_call, ("waiting", "is"))
+        return kind or found, f"{note}{text} at {where}", where
+
+    def _is_busy(self, process: Process) -> bool:
+        old = self.before.get((process.host, process.pid))
+        if old is None or process.time <= old.time:
+            return False
+        return (process.cpu_seconds - old.cpu_seconds) / (process.time - old.time) > 0.5
+
+    def _loader_activity(self, process: Process, where: str) -> tuple[str, str, str]:
+        workers = [
+            p
+            for p in self.snapshot.processes
+            if p.worker >= 0 and p.parent == process.pid and p.host == process.host
+        ]
+        dead = [p for p in workers if not p.alive and p.exit_state == RUNNING]
+        if dead:
+            place = self._where(dead[0])
+            text = f"waits for its data loader at {where}, whose worker {dead[0].worker} has died"
+            return "loader_worker_dead", f"{text} (last known line: {place})", place or where
+        stopped = [p for p in workers if p.state in ("T", "t")]
+        if stopped:
+            text = f"waits for its data loader at {where}, whose worker {stopped[0].worker} is stopped by a signal"
+            return "loader_worker_stuck", text, self._where(stopped[0]) or where
+        for worker in workers:
+            main = worker.threads[0] if worker.threads else None
+            place = self._where(worker)
+            if main is None or not place or "/torch/utils/data/_utils/worker.py" in place:
+                continue
+            if re.search(r"/(queues|connection|synchronize)\.py:\d+", main.frames[0]) and (
+                "/torch/utils/data/" in next(iter(f for f in main.frames if "/lib/python3" not in f or "/torch/" in f), "")
+            ):
+                continue  # idle: the worker waits for indices
+            _, doing, place = self._activity_of_worker(worker)
+            text = f"waits for its data loader at {where}: worker {worker.worker} {doing}"
+            return "loader_worker_stuck", text, place
+        return "input", f"waits for its data loader at {where}", where
+
+    def _activity_of_worker(self, worker: Process) -> tuple[str, str, str]:
+        main = worker.threads[0]
+        place = self._where(worker)
+        if main.system_call in ("read", "write", "fsync", "open") and main.file:
+            return "storage", f"{main.system_call}s {main.file} at {place}", place
+        texts = {"sleep": "sleeps", "futex": "waits for a lock or another thread"}
+        verb = texts.get(main.system_call, "computes" if main.state == "R" else "waits")
+        return "waiting", f"{verb} at {place}", place
+
+    # -- texts --------------------------------------------------------------------------------------
+
+    def _where(self, process: Process) -> str:
+        return user_frame(process.threads[0].frames) if process.threads else ""
+
+    def _site(self, rank: int, wanted: int) -> str:
+        operation = self.waits_for[rank][wanted]
+        return operation.site or self._where(self.ranks[rank]) or "an unknown line"
+
+    def _name(self, process: Process) -> str:
+        return f"Rank {process.rank} (host {process.host})"
+
+    def _label(self, group: str, operations: dict[int, Operation]) -> str:
+        return self.ranks[next(iter(operations))].groups[group].label
+
+    def _name_operation(self, operation: Operation, rank: int) -> str:
+        group = self.ranks[rank].groups[operation.group]
+        if operation.point_to_point:
+            members = group.ranks or tuple(range(group.size))
+            peer = members[operation.peer] if 0 <= operation.peer < len(members) else operation.peer
+            way = f"from rank {rank} to rank {peer}" if operation.kind == "send" else (
+                f"from rank {peer} to rank {rank}"
+            )
+            return f"{operation.kind} #{operation.sequence} {way}"
+        return f"{operation.kind} #{operation.sequence} of the {group.label}"
+
+    def _waited(self) -> float:
+        """Return for how long the ranks have waited, in seconds."""
+        waits = [
+            self.ranks[rank].time - operation.entered
+            for rank, operations in self.blocked.items()
+            for operation in operations
+        ]
+        return max(waits, default=min((p.step_age for p in self.ranks.values()), default=0.0))
+
+    def _also_waiting(self, causes: set[int]) -> str:
+        waiting = sorted(rank for rank in self.blocked if rank not in causes)
+        if not waiting:
+            return ""
+        operation = self.blocked[waiting[0]][0]
+        name = self._name_operation(operation, waiting[0])
+        return f"{name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} in {name} at {operation.site}"
+
+    def _culprit(self, process: Process, site: str, doing: str, operation: str = "") -> Culprit:
+        match = re.match(r"(.*):(\d+) in ", site)
+        if not operation and process.operations:
+            operation = process.operations[-1].signature
+        file, line = (match[1], int(match[2])) if match else ("", 0)
+        return Culprit(process.rank, process.host, operation, file, line, doing)
+
+    def _row(self, process: Process) -> dict[str, Any]:
+        """Return the row of a rank in the table and in the JSON."""
+        pending = self.blocked.get(process.rank)
+        kind, doing, where = (
+            ("blocked", "waits for other ranks", self._where(process))
+            if pending
+            else self._activity(process, None, [])
+        )
+        operation = pending[0] if pending else process.operations[-1] if process.operations else None
+        return {
+            "rank": process.rank,
+            "host": process.host,
+            "pid": process.pid,
+            "alive": process.alive,
+            "step": process.steps,
+            "batches": process.batches,
+            "phase": process.phase,
+            "state": kind,
+            "doing": doing,
+            "where": where,
+            "operation": self._name_operation(operation, process.rank) if operation else "",
+            "operation_state": operation.state if operation else "",
+            "site": operation.site if operation else "",
+            "waits_for": sorted(self.waits_for.get(process.rank, {})),
+            "error": process.error,
+            "stack": list(process.threads[0].frames) if process.threads else [],
+        }
+
+
+_Found = tuple[str, str, list[Culprit], list[str]] | None
+_CERTAIN = (
+    "error", "out_of_memory", "dead", "stopped", "mismatch", "order", "ended_early",
+    "uneven_batches", "loader_worker_dead",
+)  # fmt: skip
+
+
+def _form(operation: Operation) -> tuple[Any, ...]:
+    """Return what all ranks of a group must have in common."""
+    if operation.kind in _KINDS_WITH_FREE_SIZES:
+        return (operation.kind,)
+    return (
+        operation.kind, operation.dtype, operation.elements, operation.reduction, operation.peer,
+    )  # fmt: skip
+
+
+def _difference(operations: list[Operation]) -> str:
+    """Return the first property in which the operations differ."""
+    for name in ("kind", "dtype", "reduction", "peer"):
+        if len({getattr(each, name) for each in operations}) > 1:
+            return {"peer": "root", "reduction": "reduction"}.get(name, name)
+    return "size"
+
+
+def _of_file(file: str) -> str:
+    return f" ({file})" if file.startswith("/") else ""
+
+
+def _non_empty(texts: list[str]) -> list[str]:
+    return [text for text in texts if text]
+
+
+# -- finding a hang without being asked ------------------------------------------------------------
+
+
+class HangWatch:
+    """Notices that a job has stopped making progress, and explains it once.
+
+    The supervisor of the ranks calls `tick` about once a second. A job hangs if no counter of any
+    rank has moved for `hang_after` seconds, or for 4 times the longest pause that the job had before
+    and recovered from, whichever is longer.
+    """
+
+    def __init__(self, job: str, hang_after: float = HANG_AFTER) -> None:
+        self.folder = ring_reader.job_folder(job)
+        self.hang_after = hang_after
+        self.explanation: Explanation | None = None
+        self._last: tuple[Any, ...] = ()
+        self._moved = time.monotonic()
+        self._longest_pause = 0.0
+
+    def tick(self) -> Explanation | None:
+        """Return an explanation when a hang is noticed, and None otherwise."""
+        ranks = [each for each in ring_reader.read_progress(self.folder)]
+        now = time.monotonic()
+        counters = tuple(ranks)
+        if counters != self._last or not counters:
+            if self._last:
+                self._longest_pause = max(self._longest_pause, now - self._moved)
+            self._last, self._moved, self.explanation = counters, now, None
+            return None
+        limit = max(self.hang_after, 4 * self._longest_pause)
+        if now - self._moved < limit or self.explanation is not None:
+            return None
+        self.explanation = explain_job(self.folder, hang_after=min(limit, self.hang_after) * 0.5)
+        return self.explanation
+
+
+def job_of(text: str | None) -> Path | None:
+    """Return the folder of the job that a user named: by job name, pid or run folder.
+
+    Without a name it is the job with the newest living process, or else the newest job.
+    """
+    folders = ring_reader.jobs()
+    if text is None:
+        living = [f for f in folders if any(p.alive for p in ring_reader.read_job(f, 0, 0))]
+        return next(iter(living or folders), None)
+    named = Path(text)
+    if (named / "job.txt").is_file():
+        text = (named / "job.txt").read_text().strip()
+    for folder in folders:
+        if folder.name == ring_reader.job_folder(text).name or folder == named:
+            return folder
+        if text.isdecimal() and (folder / f"{text}.ring").exists():
+            return folder
+    if text.isdecimal():  # the pid of a launcher, such as torchrun or tutti run
+        for folder in folders:
+            if any(p.parent == int(text) for p in ring_reader.read_job(folder, 0, 0)):
+                return folder
+    return named if named.is_dir() and any(named.glob("*.ring")) else None
+
+
+def environment_of(folder: Path) -> str:
+    """Return the command of a job as text."""
+    ranks = ring_reader.read_job(folder, 0, 0)
+    return ranks[0].command if ranks else os.fspath(folder)
