@@ -1,6 +1,6 @@
 """Training: recipe, initialisation, step, loop, checkpoints, telemetry.
 
-The module itself can be called: `tutti.train("lenet", ranks=2)` trains a recipe.
+The module is callable: `tutti.train("lenet", ranks=2)` trains a recipe.
 """
 
 import sys

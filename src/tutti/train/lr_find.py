@@ -1,8 +1,8 @@
 """--lr-find: a range test of the learning rate (Smith, arXiv 1506.01186).
 
-The test starts from the initial weights, and the learning rate grows exponentially over a few
-steps. The loss is first constant, then falls, then rises. At the rate with the smallest loss,
-training is about to diverge. The suggested rate is a tenth of that rate.
+The test starts from the initial weights and increases the learning rate exponentially over a few
+steps. The loss is first constant, then falls, then rises. At the learning rate with the smallest
+loss, training is about to diverge. The suggested learning rate is a tenth of this rate.
 """
 
 import math
@@ -19,7 +19,7 @@ from tutti.train.training_schedule import TrainingSchedule
 from tutti.world.errors import UsageError
 
 LOWEST, HIGHEST = 1e-7, 10.0
-_DIVERGED = 4.0  # the test ends when the loss is this many times the smallest loss
+_DIVERGED = 4.0  # the test ends when the loss exceeds the smallest loss by this factor
 _ROWS = 16  # number of rows of the printed curve
 
 
@@ -35,24 +35,24 @@ class _RangeSchedule(TrainingSchedule):
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The learning rate and the loss of each step."""
+    """The result of a range test: the learning rate and the loss of each step."""
 
     curve: list[tuple[float, float]]
     lr_factor: float
-    """The factor of --lr-scale: the learning rate of a step is --lr times this factor."""
+    """The factor of --lr-scale. The learning rate of a step is --lr × this factor."""
 
     def smoothed(self) -> list[float]:
-        """Return the means of the losses in a window around each step."""
+        """Return, for each step, the mean loss in a window around the step."""
         half = max(1, len(self.curve) // 20)
         losses = [loss for _, loss in self.curve]
         windows = [losses[max(0, n - half) : n + half + 1] for n in range(len(losses))]
         return [fmean(window) for window in windows]
 
     def suggestion(self) -> float | None:
-        """Return the value for --lr, or None if the loss does not fall more than its noise.
+        """Return the suggested --lr, or None if the loss does not fall below its noise.
 
-        The noise is measured in the first quarter of the curve, where the learning rate is too
-        small to change the loss.
+        The noise is the standard deviation in the first quarter of the curve, where the learning
+        rate is too small to change the loss. The loss must fall by more than 3 times this value.
         """
         losses = self.smoothed()
         start = losses[: max(2, len(losses) // 4)]
@@ -89,11 +89,11 @@ class RangeTest:
 
 
 def find_lr(trainer: Trainer, steps: int) -> RangeTest:
-    """Run the range test with a trainer that has not run a step. Call it on every rank."""
+    """Run the range test with a trainer that has not run a step. All ranks must call this."""
     try:
         with trainer.explainer.explained():
             return _run_range_test(trainer, steps)
-    except DataError as error:  # a sample is not usable: show one line, no traceback
+    except DataError as error:  # a sample cannot be used: show one line without a traceback
         raise UsageError(f"--dataset {trainer.recipe.data.dataset}: {error}") from None
 
 

@@ -1,10 +1,10 @@
 """One optimizer step (forward, backward, gradient sync, clip, update), and evaluation.
 
-The loss of a step is a sum over all samples of all ranks, divided by the sum of their weights (see
-task.py).
+The loss of a step is the sum of the losses of all samples on all ranks, divided by the sum of their
+weights (see task.py).
 
-A step does not wait for the device: no `.item()`, no branch on a tensor. The loss is returned as a
-tensor, and its value is read many steps later.
+A step does not wait for the device: it calls no `.item()` and does not branch on tensor values. The
+loss is returned as a tensor, and its value is read many steps later.
 """
 
 import re
@@ -31,7 +31,7 @@ from tutti.train.telemetry import StepTimer
 from tutti.world.errors import UsageError
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Maps a precision to its autocast dtype. Other precisions compute in the parameters' dtype."""
+"""The autocast dtype of each precision with autocast. Others compute in the parameters' dtype."""
 
 
 class Step:
@@ -50,7 +50,7 @@ class Step:
         memory: MemoryByCause | None = None,
         ema: MovingAverage | None = None,
     ) -> None:
-        """`example` is one real sample, for microbatches in which this rank has no samples."""
+        """`example` is one sample. It is used in microbatches in which this rank has no samples."""
         self.engine = engine
         self.optimizer = optimizer
         self.task = task
@@ -59,12 +59,12 @@ class Step:
         self.clip = clip
         self.device = next(engine.model.parameters()).device
         self.autocast = AUTOCAST.get(compute.precision)
-        # Only float16 needs a loss scaler, because its range is too small for gradients.
+        # Only float16 needs a loss scaler, because small gradients underflow in its range.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self.timer = timer or StepTimer(self.device, own_time=False)
         self.memory = memory
         self.ema = ema
-        self.grad_norm: Tensor | None = None  # of the last step, before clipping; None: unknown
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping; None if unknown
         self._loss_sums = task.loss_sums
         if compute.compile and engine.world.size == 1:
             # With more ranks, parallel/apply.py compiles each block.
@@ -72,9 +72,10 @@ class Step:
             self._loss_sums = torch.compile(task.loss_sums)
 
     def __call__(self, batch: Batch, measure_norm: bool = False) -> Tensor:
-        """Update the parameters. Return this rank's part of the mean loss, on the device.
+        """Update the parameters. Return this rank's contribution to the mean loss, on the device.
 
-        Sets `grad_norm` if gradients are clipped or `measure_norm` is True, else sets it to None.
+        If gradients are clipped or `measure_norm` is True, `grad_norm` is set, otherwise it is
+        None.
         """
         with self.memory.step() if self.memory else nullcontext():
             return self._step(batch, measure_norm)
@@ -83,12 +84,13 @@ class Step:
         mesh = self.engine.mesh
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
-        # At the end of an epoch there may be fewer samples than microbatches. Microbatches that are
-        # empty on every rank are omitted. `largest` is the mean number of samples per rank, rounded
-        # up, so at least one rank has this many samples.
+        # At the end of an epoch, there may be fewer samples than microbatches. Then microbatches
+        # that are empty on every rank are omitted. `largest` is the mean number of samples per
+        # rank, rounded up, so at least one rank has `largest` samples.
         largest = -(-batch.global_count // mesh.layout.data_ranks)
-        # Microbatches may have different sizes. Therefore the sum of losses of a microbatch is
-        # divided by the count of the whole step, and not by its own size × accumulation.
+        # Microbatches may have different sizes. Therefore the sum of losses of each microbatch is
+        # divided by the count of the whole step, and not by (size of the microbatch ×
+        # accumulation).
         sizes = even(batch.count, min(self.accumulation, largest))
         inputs = split_rows(as_model_dtype(batch.inputs, self.engine.model), sizes)
         targets = split_rows(as_loss_dtype(batch.targets, self.engine.model), sizes)
@@ -103,9 +105,9 @@ class Step:
             weights.append(weight)
             return loss / count
 
-        # autocast's cache is disabled, because it would keep converted weights with their autograd
-        # graph from one microbatch to the next. Backward also runs in this context, but uses the
-        # dtypes of forward.
+        # Disable autocast's cache, because it would keep converted weights, and their autograd
+        # graph, from one microbatch to the next. The backward pass also runs in this context, but
+        # its operations have the dtypes of the forward pass.
         autocast: AbstractContextManager[None] = nullcontext()
         if self.autocast is not None:
             autocast = torch.autocast(self.device.type, self.autocast, cache_enabled=False)
@@ -119,13 +121,13 @@ class Step:
                     clock=self.timer,
                 )
         except IndexError as error:
-            # The error is caught here and not in the loss function, because the loss function may
-            # be compiled. On a GPU, a CUDA error is raised instead, which is not translated.
+            # Catch the error here and not in the loss function, because the loss function may be
+            # compiled. On a GPU, torch raises a CUDA error instead, which is not handled here.
             if found := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error)):
                 raise UsageError(
                     f"--dataset: a target is {found[1]}, but the outputs of --model "
-                    f"{self.task.model} have fewer classes: correct the target, or use {IGNORED} "
-                    "for targets without a loss"
+                    f"{self.task.model} have fewer classes. Correct the target, or use {IGNORED} "
+                    "for targets that the loss should ignore."
                 ) from None
             raise
         self.timer.gradients_ready()
@@ -148,8 +150,8 @@ class Step:
     def _divide_by_weights(self, loss: Tensor, weights: list[Tensor], samples: int) -> Tensor:
         """Divide the loss and the gradients by the sum of weights over all ranks.
 
-        The weights are known only after forward. Until now, the loss and the gradients have been
-        divided by `samples` instead.
+        The weights are known only after the forward pass. Before this call, the loss and the
+        gradients are divided by `samples` instead, so multiply by samples / weights.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight in weights if self.engine.reports_loss else []:
@@ -165,12 +167,12 @@ class Step:
 
 
 def as_model_dtype(inputs: Nested, model: nn.Module) -> Nested:
-    """Return floating-point inputs in the model's dtype, because a model may be float64."""
+    """Convert floating-point inputs to the model's dtype, which may be float64."""
     return _as_dtype(inputs, next(model.parameters()).dtype)
 
 
 def as_loss_dtype(targets: Nested, model: nn.Module) -> Nested:
-    """Return targets in the dtype of losses: float64 for a float64 model, else float32."""
+    """Convert floating-point targets to float64 for a float64 model, else to float32."""
     return _as_dtype(targets, torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
@@ -183,12 +185,12 @@ class Score:
     """Loss and metric of a model on a dataset."""
 
     loss: float
-    metric: float | None  # None: the task has no metric
-    count: int  # cross entropy: targets that are not ignored; other losses: samples
+    metric: float | None  # None if the task has no metric
+    count: int  # with cross entropy, targets that are not ignored; with other losses, samples
     name: str | None = "accuracy"  # name of the metric
 
     def describe(self) -> str:
-        """Return the metric as text: a percentage if it is an accuracy."""
+        """Return the name and value of the metric as text. An accuracy is shown in percent."""
         if self.metric is None:
             return ""
         value = f"{100 * self.metric:.2f} %" if self.name == "accuracy" else f"{self.metric:.4g}"
@@ -204,10 +206,10 @@ def evaluate(
     autocast: torch.dtype | None,
     batches: int | None = None,
 ) -> Score:
-    """Return loss and metric of a model over all samples of a loader, over all ranks.
+    """Return the loss and the metric over all samples of all ranks' loaders.
 
-    If `batches` is given, only this many batches are used.
-    Sums are in float64 and counts are exact, even if ranks have different numbers of samples.
+    If `batches` is given, use only this number of batches. Sums are computed in float64. The result
+    is exact even if ranks have different numbers of samples.
     """
     model, device = engine.model, engine.world.device
     was_training = [module for module in model.modules() if module.training]
@@ -225,7 +227,7 @@ def evaluate(
         found += task.metric_sums(outputs, targets) if task.metric_name else [found[1]] * 2
         sums[:4] += torch.stack([value.double() for value in found])
         sums[4] += task.count(targets) if task.loss == "cross_entropy" else batch.count
-    for module in was_training:  # model.train() would also change modules that the user froze
+    for module in was_training:  # not model.train(), which would change modules in eval mode
         module.training = True
     all_reduce(sums)
     loss, loss_weight, metric, metric_weight, count = sums.tolist()

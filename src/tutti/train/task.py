@@ -1,9 +1,9 @@
-"""The task of a run: its loss and its metric, as sums over samples that add up over all ranks.
+"""The task of a run: its loss and its metric, computed as sums that can be added over all ranks.
 
 If each rank computed the mean over its own samples, a sample on a rank with fewer samples would
-have a larger weight. Therefore a loss is a pair: the sum of losses, and the sum of their weights.
-The loss of a step is the sum of losses over all ranks, divided by the sum of weights over all
-ranks.
+have a larger weight. Therefore each rank computes a pair: the sum of losses, and the sum of their
+weights. The loss of a step is the sum of losses over all ranks, divided by the sum of weights over
+all ranks.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from tutti.data.nested import Nested, count_rows, describe
 from tutti.train.recipe_check import metric_name
 from tutti.world.errors import UsageError
 
-IGNORED = -100  # the target of a token that adds no loss: cross_entropy's default ignore_index
+IGNORED = -100  # a target that is ignored in the loss: the default ignore_index of cross_entropy
 
 TaskFunction = Callable[[Any, Any], Any]
 """(outputs, targets) → one value per sample, or a pair (values, weights)."""
@@ -32,19 +32,19 @@ Sums = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A loss and a metric. The defaults are those of classification."""
+    """A loss and a metric. The defaults are for classification."""
 
     padded: bool = False
     """Whether targets contain IGNORED."""
     model: str = ""
-    """--model, for error messages."""
+    """The value of --model, for error messages."""
     loss: str = "cross_entropy"
-    """--loss."""
+    """The value of --loss."""
     metric: str = "accuracy"
-    """--metric."""
+    """The value of --metric."""
     shifts_labels: bool = False
-    """With --loss model: whether the model compares the output at a position with the label of the
-    next position, as causal language models do."""
+    """With --loss model: whether the model compares the output at each position with the label at
+    the next position, as causal language models do."""
     own_loss: TaskFunction | None = None
     """The function of --loss module:function."""
     own_metric: TaskFunction | None = None
@@ -52,7 +52,7 @@ class Task:
 
     @property
     def metric_name(self) -> str | None:
-        """The metric's name in metrics and summary.json, without `test_`; None: no metric."""
+        """The metric's name in result files, without the prefix `test_`, or None if none is set."""
         return metric_name(self.metric)
 
     @property
@@ -61,9 +61,10 @@ class Task:
         return self.own_loss is not None or self.loss == "model"
 
     def model_inputs(self, inputs: Nested, targets: Nested, model: nn.Module) -> Nested:
-        """Return the arguments of forward. With --loss model, the targets are also arguments.
+        """Return the arguments of the model's forward.
 
-        The keys of a dict of targets are argument names. Other targets are passed as `labels`.
+        With --loss model, the targets are arguments, too. If the targets are a dict, its keys are
+        the argument names. Other targets are passed as `labels`.
         """
         if self.loss != "model":
             return inputs
@@ -74,7 +75,7 @@ class Task:
         return {**inputs, **(targets if isinstance(targets, dict) else {"labels": targets})}
 
     def loss_sums(self, outputs: Any, targets: Nested) -> Sums:
-        """Return the sums of losses and weights of a batch, computed in float32 or wider."""
+        """Return the sums of losses and weights of a batch, computed in float32 or float64."""
         if self.own_loss is not None:
             losses = self.own_loss(outputs, targets)
             return _sums(losses, count_rows(targets), f"--loss {self.loss}")
@@ -112,10 +113,10 @@ class Task:
     def step_count(
         self, targets: Nested, global_samples: int, group: dist.ProcessGroup | None = None
     ) -> Tensor | int:
-        """Return the sum of weights of a whole step over all ranks, as known before forward.
+        """Return the sum of weights of a whole step over all ranks. Called before forward.
 
-        Without padding, this sum is computed from the number of samples. With padding, the ranks
-        add their counts in a collective.
+        Without padding, the sum is computed from the number of samples. With padding, the ranks add
+        their counts in an all_reduce.
         """
         if self.loss != "cross_entropy":
             return global_samples
@@ -131,21 +132,21 @@ class Task:
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         logits = _wide(outputs)
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        # If logits are split along the vocabulary, every tp rank has the same sum.
+        # If the logits are sharded along the vocabulary, every tp rank has the same loss.
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _model_loss(self, outputs: Any, targets: Nested) -> Sums:
-        """Return the sums of losses and weights. The model's loss is a mean over `weight` targets.
+        """Return the sums of losses and weights. The model's loss is assumed to be a mean.
 
-        For labels of tokens, `weight` is the number of labels that are not ignored. Otherwise, it
-        is the number of samples.
+        For token labels, the sum of weights is the number of labels that are not ignored. For other
+        labels, it is the number of samples.
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         loss = getattr(outputs, "loss", None) if loss is None else loss
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(
                 f"--model {self.model} returned {describe(outputs)} without a scalar loss, which "
-                "--loss model needs: use --loss cross_entropy or package.module:function"
+                "--loss model needs. Use --loss cross_entropy or package.module:function."
             )
         weight = torch.tensor(float(count_rows(targets)), dtype=torch.float64, device=loss.device)
         if isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point():
@@ -156,7 +157,7 @@ class Task:
     def _same_shape(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets with the same shape and dtype.
 
-        If only one of them has an additional last dim of size 1, the other one gets this dim.
+        If one of them has an additional last dim of size 1, this dim is also added to the other.
         """
         if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             shape = tuple(outputs.shape)
@@ -180,7 +181,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _sums(result: Any, samples: int, flag: str) -> Sums:
-    """Check the shape of the result of a loss or metric function, and return its sums.
+    """Check the result of a loss or metric function, and return the sums of values and weights.
 
     If the function returns no weights, the value of a sample is the mean over its elements, and its
     weight is 1.
@@ -196,16 +197,16 @@ def _sums(result: Any, samples: int, flag: str) -> Sums:
         return means.sum(), count
     cure = "return one value per sample (reduction='none'), or a pair of tensors (values, weights)"
     if isinstance(result, Tensor) and result.dim() == 0:
-        cure = "a mean over one rank's samples cannot be combined over ranks: " + cure
+        cure = "the means of several ranks cannot be combined into one mean; " + cure
     raise UsageError(f"{flag} returned {describe(result)} for {samples} samples: {cure}")
 
 
 def class_dim(outputs: object, targets: Tensor, model: str) -> int:
-    """Return the dim of the classes, after a check that the outputs are logits for the targets.
+    """Return the class dim of the outputs. Raise UsageError if they are no logits for the targets.
 
     The classes are in the last dim, as for tokens, or in dim 1, as for images (N, C, H, W). If the
-    shapes fit both, outputs of up to 3 dims have the classes in the last dim, and outputs of more
-    dims in dim 1. Reads no tensor values.
+    shapes allow both, the class dim is the last dim for outputs of up to 3 dims, and dim 1 for
+    outputs of more dims. This function reads only shapes and dtypes, no tensor values.
     """
     if not isinstance(outputs, Tensor):
         keys = [str(key) for key in outputs] if isinstance(outputs, Mapping) else []
@@ -222,8 +223,8 @@ def class_dim(outputs: object, targets: Tensor, model: str) -> int:
     elif not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.uint8):
         found = f"dtype {targets.dtype}" if isinstance(targets, Tensor) else describe(targets)
         raise UsageError(
-            f"--dataset: targets have {found}; the loss is cross entropy, which needs class "
-            "indices: return targets.long(), or use --loss mse, bce or module:function"
+            f"--dataset: targets have {found}, but --loss cross_entropy needs class indices. "
+            "Return targets.long(), or use --loss mse, bce or module:function."
         )
     else:
         last = outputs.dim() > 0 and outputs.shape[:-1] == targets.shape
