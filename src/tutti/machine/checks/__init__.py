@@ -1,1 +1,1 @@
-"""Checks of a machine's health and configuration. Every check names a cure."""
+"""`tutti doctor`: checks of the health and configuration of machines. Every check names a cure."""

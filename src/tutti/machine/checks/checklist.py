@@ -1,4 +1,4 @@
-"""The list of all checks, the function that runs them, and functions that collect their input."""
+"""The list of all checks, a function that runs checks, and functions that collect their input."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -42,15 +42,15 @@ def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Findi
 
 
 def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
-    """Return a cluster of machines from a recorded file. All its probes are skipped."""
+    """Return a cluster of machines from a machine file. All probes are skipped."""
     skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
     return Cluster(tuple(machines), (), ProbeResults(skipped=skipped))
 
 
 def collect_this_host(device: str, active: bool) -> Cluster:
-    """Return an observation of this host only.
+    """Observe this host only.
 
-    If `active`, also start NCCL and measure the CPU or the GPUs.
+    With `active`, also start NCCL and measure the CPU or the GPUs.
     """
     machine = observe()
     skipped = dict.fromkeys(("links", "all_reduce"), "needs several ranks (--ranks or a launcher)")
@@ -71,10 +71,10 @@ def collect_from_ranks(
 ) -> Cluster:
     """Observe all ranks, and test the connections between their hosts.
 
-    All ranks must call this function, and all ranks get the same result. `machine` is the
-    machine as this rank observed it. `gpus` contains the UUID of the GPU that each rank would use.
-    `all_reduce` runs a collective over all ranks and returns its error ("" if the result was
-    exact). If `all_reduce` is None, only the connections and clock offsets between hosts are
+    All ranks must call this function, and all ranks get the same result. `machine` is this rank's
+    observation of its host. `gpus` contains, for each rank, the UUID of the GPU that the rank would
+    use. `all_reduce` runs a collective over all ranks and returns its error, or "" if the result
+    was exact. If `all_reduce` is None, only the connections and clock offsets between hosts are
     measured.
     """
     machines = [Machine.from_json(values) for values in peers.gather(asdict(machine))]
@@ -103,7 +103,7 @@ def collect_from_ranks(
             progress("compute and memory of every rank")
             probes = _measure_devices(replace(probes, links=links), peers, device)
     finally:
-        peers.gather(None)  # barrier: another rank may still connect to this rank's server
+        peers.gather(None)  # a barrier, because another rank may still connect to this server
         server.close()
     return Cluster(tuple(machines[rank] for rank in peers.first_ranks), ranks, probes)
 
@@ -111,7 +111,7 @@ def collect_from_ranks(
 def _start_nccl(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults:
     """Start NCCL on every rank.
 
-    This probe runs before other probes on GPUs, because other probes keep GPU memory allocated.
+    This probe runs before all other GPU probes, because they keep GPU memory allocated.
     """
     import torch
 
@@ -130,7 +130,7 @@ def _start_nccl(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults
 
 
 def _measure_devices(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults:
-    """Measure the CPU or GPU of every rank. If a rank has no GPU, all ranks measure their CPU."""
+    """Measure the CPU or the GPU of every rank. If any rank has no GPU, all ranks measure CPUs."""
     import torch
 
     from tutti.machine.checks import probe_devices
@@ -139,7 +139,7 @@ def _measure_devices(probes: ProbeResults, peers: Peers, device: str) -> ProbeRe
     used = "cuda" if all(peers.gather(has_gpu)) else "cpu"
     compute = probe_devices.measure_devices(peers, used, probe_devices.matrix_product)
     bandwidth = probe_devices.measure_devices(peers, used, probe_devices.memory_copy)
-    # The first rank of each host copies between the host's GPUs while the other ranks are idle.
+    # The first rank of each host copies data between the GPUs of the host. The other ranks wait.
     copies = None
     if used == "cuda" and peers.rank in peers.first_ranks and torch.cuda.device_count() > 1:
         copies = [asdict(copy) for copy in probe_devices.copy_between_gpus()]

@@ -1,4 +1,4 @@
-"""Cluster: the input of all checks. It has the hosts, their ranks and the results of probes."""
+"""Cluster: the input of all checks, which is the hosts, their ranks and the results of probes."""
 
 import re
 import tomllib
@@ -18,12 +18,12 @@ KNOWN_ERRORS = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_
 
 
 class Skip(Exception):
-    """Raised by a check that cannot be decided on this machine. The message is the reason."""
+    """Raised by a check that cannot be decided on this machine. The message states the reason."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """A rank, and the machine as observed by this rank's process.
+    """A rank, and its host as observed by the process of the rank.
 
     Environment variables and limits may differ between the processes of one host.
     """
@@ -33,27 +33,27 @@ class RankObservation:
     """Index of the rank's host in Cluster.machines."""
     machine: Machine
     gpu: str | None = None
-    """UUID of the GPU that the rank would use in training; None if the rank uses no GPU."""
+    """The UUID of the GPU that the rank would use in training; None if the rank uses no GPU."""
 
 
 @dataclass(frozen=True)
 class Connection:
     """An attempt to connect from host `src` to a port of host `dst`.
 
-    The kernel of host `dst` picks the port.
+    The kernel of host `dst` assigns the port.
     """
 
     src: int
     dst: int
     error: str | None
-    """None if the expected process answered."""
+    """The error, or None if the expected process answered."""
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How many seconds a host's clock is ahead of the clock of host 0.
+    """The number of seconds by which the clock of a host is ahead of the clock of host 0.
 
-    The error of `seconds` is at most half of `round_trip`, which is also in seconds.
+    The error of `seconds` is at most half of `round_trip`. Both values are in seconds.
     """
 
     host: int
@@ -63,10 +63,10 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class MeasuredRate:
-    """A measured speed: the best of several attempts, because interference only lowers speeds."""
+    """The best speed of several attempts. Other load on the machine can only reduce a speed."""
 
     name: str
-    """The measured object: rank:0, gpu:3, or 0-1 for the link from rank 0 to rank 1."""
+    """What was measured: "rank:0", "gpu:3", or "0-1" for the link from rank 0 to rank 1."""
     host: int
     kind: str
     """Only rates of the same kind are compared."""
@@ -74,12 +74,12 @@ class MeasuredRate:
     reproducible: bool = True
     """Whether every attempt computed the same bits."""
     error: str = ""
-    """Why the rate could not be measured; "" if it was measured."""
+    """The reason why the rate could not be measured; "" if it was measured."""
 
 
 @dataclass(frozen=True)
 class GpuCopy:
-    """The result of copying a pattern from GPU `src` to GPU `dst` and checking the copy."""
+    """The result of a copy of a data pattern from GPU `src` to GPU `dst`."""
 
     src: int
     dst: int
@@ -93,17 +93,18 @@ STOPPED = "stopped because another rank failed"
 
 @dataclass(frozen=True)
 class NcclRank:
-    """The result of one rank in the probe that starts NCCL."""
+    """The result of the NCCL probe on one rank."""
 
     rank: int
     host: int
     stage: str
-    """The last stage that began: process, init, all_reduce, all_to_all, destroy or done."""
+    """The last stage that the rank began: "process", "init", "all_reduce", "all_to_all", "destroy"
+    or "done"."""
     error: str = ""
-    """Why the rank did not finish (STOPPED if the cause is in another rank); "" if it finished."""
+    """The reason why the rank did not finish; STOPPED if another rank failed; "" if it finished."""
     init_s: float | None = None
     log: Sequence[str] = ()
-    """The warnings and connections of NCCL's log, in the format of nccl_topology.select_lines()."""
+    """The warnings and connections in NCCL's log, as returned by nccl_topology.select_lines()."""
     topology: str = ""
     """The content of NCCL_TOPO_DUMP_FILE. Only the first rank of a host writes the file."""
     graphs: str = ""
@@ -114,8 +115,8 @@ class NcclRank:
 class ProbeResults:
     """The results of all probes.
 
-    A field is None if its probe did not run. `skipped` may contain the reason; the key is the name
-    of the field.
+    A field is None if its probe did not run. `skipped` may contain the reason, with the name of the
+    field as key.
     """
 
     connections: tuple[Connection, ...] | None = None
@@ -127,15 +128,15 @@ class ProbeResults:
     links: tuple[MeasuredRate, ...] | None = None
     """Rates in bytes per second in one direction."""
     copies: tuple[tuple[GpuCopy, ...] | None, ...] | None = None
-    """The copies of each host; None for a host with fewer than two GPUs."""
+    """The copies between the GPUs of each host; None for a host with fewer than two GPUs."""
     all_reduce: tuple[str, ...] | None = None
-    """The error of each rank in an all_reduce; "" if the result was exact."""
+    """The error of an all_reduce on each rank; "" if the result was exact."""
     nccl: tuple[NcclRank, ...] | None = None
-    """The results of all ranks in the probe that starts NCCL."""
+    """The results of the NCCL probe on all ranks."""
     skipped: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, result: Value | None) -> Value:
-        """Return the result of the probe `name`. Raises Skip if the probe did not run."""
+        """Return `result`, the result of the probe `name`. Raises Skip if the probe did not run."""
         if result is None:
             between_hosts = name in ("connections", "clock_offsets")
             default = "needs a world on several hosts" if between_hosts else "only with --active"
@@ -151,7 +152,7 @@ class Cluster:
     """The input of all checks."""
 
     machines: tuple[Machine, ...]
-    """One machine per host."""
+    """The machines, one per host."""
     ranks: tuple[RankObservation, ...] = ()
     """All ranks; () if no world was started."""
     probes: ProbeResults = field(default_factory=ProbeResults)
@@ -163,8 +164,8 @@ class Cluster:
     def cpus_on(self, host: int) -> int:
         """Return the number of CPUs that the ranks of a host may use together.
 
-        The affinity masks of ranks may differ: for example, mpirun binds each rank to its own
-        CPUs.
+        The affinity masks of the ranks may differ. For example, mpirun can bind each rank to
+        different CPUs.
         """
         machines = [rank.machine for rank in self.ranks if rank.host == host]
         masks = [machine.cpus.allowed for machine in machines or [self.machines[host]]]
@@ -177,7 +178,7 @@ class Cluster:
 
 
 def require_known(machine: Machine, path: str, value: Value | None) -> Value:
-    """Return `value`. If it is None (unknown), raise Skip with the recorded reason."""
+    """Return `value`. If `value` is None (unknown), raise Skip with the recorded reason."""
     if value is None:
         raise Skip(machine.reason_unknown(path) or f"{path} is unknown")
     return value
@@ -192,7 +193,7 @@ def require_gpus(machine: Machine) -> tuple[Accelerator, ...]:
 
 
 def read_gpus(machine: Machine, path: str) -> list[tuple[Accelerator, Any]]:
-    """Return (GPU, value of the attribute `path`) for each GPU whose value is known.
+    """Return (GPU, value of the attribute `path`) for each GPU with a known value.
 
     Raises Skip if the value is unknown for all GPUs.
     """
@@ -205,6 +206,6 @@ def read_gpus(machine: Machine, path: str) -> list[tuple[Accelerator, Any]]:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cu130, () for "unknown"."""
+    """Return the leading numbers of a version: (2, 13, 0) for "2.13.0+cu130", () for "unknown"."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,4 +1,4 @@
-"""Checks limits.* and memory.*: ulimits, CPUs for the ranks, /dev/shm, host memory, NUMA."""
+"""Checks limits.* and memory.*: ulimits, CPUs per rank, /dev/shm, host memory and NUMA nodes."""
 
 from tutti.machine.checks.cluster import Cluster, Skip, require_gpus, require_known
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
@@ -52,7 +52,7 @@ def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
             f"{allowed} CPUs are visible, but the cgroup quota is {usable:g} CPUs",
             "a quota that covers all visible CPUs",
             f"export OMP_NUM_THREADS={max(1, int(usable) // max(1, ranks))}",
-            cure="reduce threads and loader workers, or raise the quota (docker --cpus)",
+            cure="reduce threads and data-loader workers, or raise the quota (docker --cpus)",
         )
     cpus = f"{usable:g} CPU{'s' * (usable != 1)}"
     if ranks > 1 and usable < ranks:
@@ -78,8 +78,8 @@ def governor(machine: Machine) -> Findings:
 def cgroup_memory(machine: Machine) -> Findings:
     limit = require_known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
     if isinstance(limit, int):
-        # Pinned buffers, loader workers and a checkpoint that is being written need about as much
-        # host memory as one GPU has.
+        # Pinned buffers, data-loader workers and checkpoint writing need about as much host memory
+        # as one GPU has.
         needed = max([2 * _GIB, *(gpu.memory_bytes or 0 for gpu in machine.accelerators)])
         observed = f"the cgroup memory limit is {format_bytes(limit)}"
         if limit < needed:
@@ -118,9 +118,9 @@ def available_memory(machine: Machine) -> Findings:
 
 @host_check("memory.affinity")
 def gpu_affinity(cluster: Cluster, host: int) -> Findings:
-    """Check that each rank may use CPUs of its GPU's NUMA node.
+    """Check that each rank may use CPUs of the NUMA node of its GPU.
 
-    If no world was started, the CPUs of this process are compared with the node of every GPU.
+    If no world was started, the CPUs of this process are compared with the NUMA nodes of all GPUs.
     """
     machine = cluster.machines[host]
     local_cpus = {
@@ -130,10 +130,10 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
     }
     if not local_cpus:
         reason = machine.reason_unknown("accelerators[0].cpus")
-        raise Skip(reason or "the CPUs of the GPUs' nodes are unknown")
+        raise Skip(reason or "the CPUs of the GPUs' NUMA nodes are unknown")
     if len(machine.numa) < 2:
         raise Skip("one NUMA node")
-    placements = [  # (scope, CPUs of the rank, (GPU, CPUs of its NUMA node))
+    placements = [  # (scope, CPUs of the rank, (GPU index, CPUs of the GPU's NUMA node))
         (f"rank:{rank.rank}", rank.machine.cpus.allowed, local_cpus[_bare_uuid(rank.gpu)])
         for rank in cluster.ranks
         if rank.host == host and _bare_uuid(rank.gpu) in local_cpus
@@ -150,7 +150,7 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
 
 
 def _bare_uuid(uuid: str | None) -> str:
-    """Return the UUID without the prefix GPU-, which NVML adds and torch does not."""
+    """Return the UUID without the prefix "GPU-", which NVML adds and torch does not add."""
     return (uuid or "").removeprefix("GPU-")
 
 

@@ -1,7 +1,7 @@
-"""Check and Finding: a check examines hosts and yields findings; report() formats them as text.
+"""Check and Finding: a check examines hosts and yields findings. report() formats findings as text.
 
-A check is a generator of findings. A check without findings has found no problem. A check that
-cannot be decided on this machine raises `Skip(reason)`, for example because a value is unknown.
+A check is a generator function. If it yields no finding, it has found no problem. If it cannot be
+decided on this machine, for example because a value is unknown, it raises `Skip(reason)`.
 """
 
 import textwrap
@@ -22,22 +22,24 @@ STATUS_ORDER = (*PROBLEMS, "pass", "skip")
 
 @dataclass(frozen=True)
 class Finding:
-    """The report of a check about one GPU, link, NIC, rank, host or the whole world.
+    """The result of a check for one GPU, link, NIC, rank or host, or for the whole world.
 
-    Check.findings() sets `id`, and sets an empty `host` to the host that was checked. In a warning
-    or a failure, it replaces an empty `expected`, `cure` or `commands` by the value of the Check.
+    Check.findings() sets `id`. If `host` is empty, it sets `host` to the checked host. If
+    `expected`, `cure` or `commands` of a warning or failure is empty, it uses the value of the
+    Check.
     """
 
     status: Literal["pass", "warn", "fail", "skip"]
     scope: str
-    """machine, gpu:3, link:0-1, nic:eth0, rank:1, pair:0-1 or world."""
+    """One of "machine" and "world", or a part such as "gpu:3", "link:0-1", "nic:eth0", "rank:1" or
+    "pair:0-1"."""
     observed: str
     expected: str = ""
     cure: str = ""
     commands: tuple[str, ...] = ()
-    """Shell commands that --fix prints. The commands are never run."""
+    """Shell commands that --fix prints. tutti never runs them."""
     host: str = ""
-    """Empty if the finding is about all hosts."""
+    """The name of the host; "" if the finding is about all hosts."""
     id: str = ""
 
 
@@ -45,7 +47,7 @@ Findings = Iterator[Finding]
 
 
 def passed(observed: str, scope: str = "machine") -> Finding:
-    """Return a finding without a problem. It is dropped if the same check finds a problem."""
+    """Return a finding without a problem. It is ignored if the check also finds a problem."""
     return Finding("pass", scope, observed)
 
 
@@ -62,9 +64,9 @@ def _problem(
 
 
 warn = partial(_problem, "warn")
-"""A finding about something that works, but is slower or less robust than it should be."""
+"""A finding about a part that works, but is slower or less robust than it should be."""
 fail = partial(_problem, "fail")
-"""A finding about something that does not work or is much slower than the hardware allows."""
+"""A finding about a part that does not work, or is much slower than the hardware allows."""
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Check:
     commands: Sequence[str] = ()
 
     def findings(self, cluster: Cluster) -> Findings:
-        """Run the check and yield its findings. An exception becomes a finding with status skip."""
+        """Run the check and yield its findings. If it raises an exception, the status is "skip"."""
         scope = "machine" if self.per_host else "world"
         hosts = [machine.host for machine in cluster.machines] if self.per_host else [""]
         for index, host in enumerate(hosts):
@@ -137,7 +139,7 @@ _ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
 def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
     """Yield the lines of the report, wrapped at `width` columns. The last lines are a summary.
 
-    The report lists failures and warnings; with `show_all`, it lists all findings.
+    The report lists failures and warnings. With `show_all`, it lists all findings.
     """
     several_hosts = len({finding.host for finding in findings} - {""}) > 1
     shown = [finding for finding in findings if show_all or finding.status in PROBLEMS]
@@ -151,7 +153,7 @@ def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iter
         head = f"{status:<4}  {finding.id:<{_ID_WIDTH}} {scope:<{_SCOPE_WIDTH}} "
         if width - len(head) > 20:
             yield from _wrap(head, finding.observed, width)
-        else:  # the scope is so long that the text starts on the next line
+        else:  # after a long scope, the text starts on the next line
             yield head.rstrip()
             yield from _wrap(" " * _INDENT, finding.observed, width)
         for label, text in (("expected", finding.expected), ("cure", finding.cure)):
@@ -168,13 +170,13 @@ def _wrap(head: str, text: str, width: int) -> list[str]:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    """Return a line with the number of checks of each status.
+    """Return a line with the number of checks per status.
 
-    The line counts checks, not findings: a check that fails for one of eight GPUs is one failure.
+    The line counts checks, not findings. A check that fails for several GPUs counts as one failure.
     Example: `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU)`.
     """
     worst: dict[str, Finding] = {}
-    for finding in findings:  # sorted by status: the first finding of a check is its worst
+    for finding in findings:  # sorted by status, so the first finding of a check is its worst
         worst.setdefault(finding.id, finding)
     failed, warned, good, skipped = (
         [finding for finding in worst.values() if finding.status == status]
@@ -193,7 +195,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def fix_commands(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield shell commands that cure the findings, each below a comment that describes the finding.
+    """Yield, for each finding, a comment that describes it and the shell commands that cure it.
 
     A command that cures several findings is listed once.
     """

@@ -81,7 +81,7 @@ def same_model(cluster: Cluster) -> Findings:
     for machine in cluster.machines:
         for gpu in machine.accelerators:
             if gpu.name != usual:
-                expected = f"{usual}, the model of {number} others"
+                expected = f"{usual}, the model of {number} other GPUs"
                 yield warn(f"gpu:{gpu.index}", gpu.name, expected, host=machine.host)
     yield passed(f"{number} × {usual}", "world")
 
@@ -95,10 +95,10 @@ def ecc_errors(machine: Machine) -> Findings:
             yield fail(f"gpu:{gpu.index}", observed)
     if {gpu.ecc.enabled for gpu, _ in counts} == {True, False}:
         off = [str(gpu.index) for gpu, _ in counts if not gpu.ecc.enabled]
-        observed = f"ECC is disabled on GPU {', '.join(off)} and enabled on the others"
+        observed = f"ECC is disabled on GPU {', '.join(off)} and enabled on the other GPUs"
         command = f"sudo nvidia-smi -i {','.join(off)} -e 1"
         cure = "enable ECC and reset these GPUs"
-        yield warn("machine", observed, "enabled on all", command, cure=cure)
+        yield warn("machine", observed, "enabled on all GPUs", command, cure=cure)
 
 
 @machine_check("gpus.remap")
@@ -138,7 +138,7 @@ def compute_mode(machine: Machine) -> Findings:
         elif gpu.compute_mode == "exclusive_process":
             yield warn(scope, "compute mode exclusive_process (one process at a time)")
         if gpu.mig and len(machine.accelerators) > 1:
-            observed = "MIG is enabled: its slices cannot access other GPUs"
+            observed = "MIG is enabled: MIG slices cannot access other GPUs"
             command = f"sudo nvidia-smi -i {gpu.index} -mig 0"
             yield warn(scope, observed, "disabled for jobs on several GPUs", command)
 
@@ -160,7 +160,7 @@ def other_processes(machine: Machine) -> Findings:
             observed = f"{format_bytes(used)} are used, but no process owns this memory"
             expected = f"less than 10 % of {format_bytes(gpu.memory_bytes)} used"
             command = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
-            cure = "reset the GPU, which still has the context of a dead job"
+            cure = "reset the GPU, because a dead job probably left its context on the GPU"
             yield warn(scope, observed, expected, command, cure=cure)
 
 
@@ -187,14 +187,14 @@ def throttling(machine: Machine) -> Findings:
     for gpu, reasons in read_gpus(machine, "clocks.throttle"):
         scope = f"gpu:{gpu.index}"
         heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
-        # The driver reports hw_slowdown in addition to a reason that names the cause. A finding is
-        # about hw_slowdown only if the driver names no cause.
+        # The driver reports hw_slowdown in addition to the specific reason. Report hw_slowdown only
+        # if the driver gives no specific reason.
         causes = [reason for reason in reasons if reason in meanings and reason != "hw_slowdown"]
         for reason in causes or sorted({"hw_slowdown"} & set(reasons)):
             cure = "check power supply and cables" if "power" in reason else "check cooling"
             yield fail(scope, f"{reason}: {meanings[reason]}{heat}", cure=cure)
         if "sw_thermal" in reasons and not causes:
-            observed = f"sw_thermal: the driver lowers the clocks because of heat{heat}"
+            observed = f"sw_thermal: the driver reduces the clocks because of heat{heat}"
             yield warn(scope, observed, cure="check cooling")
 
 
@@ -225,7 +225,7 @@ def locked_clocks(machine: Machine) -> Findings:
     locked = [gpu.index for gpu, names in reasons if "application_clocks" in names]
     if len(locked) < len(reasons):
         for index in locked:
-            observed = "the clocks of this GPU are locked, but those of other GPUs are not"
+            observed = "the clocks of this GPU are locked, but the clocks of other GPUs are not"
             yield warn(f"gpu:{index}", observed)
     same_model = len({gpu.name for gpu, _ in reasons}) == 1
     fastest = max(gpu.clocks.max_sm_mhz or 0 for gpu, _ in reasons)

@@ -12,7 +12,7 @@ from tutti.machine.recording import Machine
 
 
 def settings(machine: Machine) -> dict[str, str]:
-    """Return the variables that apply. The environment overrides the nccl.conf files."""
+    """Return the effective variables. The environment overrides the nccl.conf files."""
     from_files = {k: v for values in machine.nccl_conf.values() for k, v in values.items()}
     return {**from_files, **machine.variables}
 
@@ -20,7 +20,7 @@ def settings(machine: Machine) -> dict[str, str]:
 def shares_gpus(variables: Mapping[str, str]) -> bool:
     """Return whether ranks share a GPU.
 
-    Some variables are needed in this case and are mistakes in all other cases.
+    If ranks share a GPU, NCCL needs some variables that are mistakes in all other cases.
     """
     return variables.get("TUTTI_RANKS_PER_GPU", "1") != "1" or "NCCL_HOSTID" in variables
 
@@ -28,15 +28,15 @@ def shares_gpus(variables: Mapping[str, str]) -> bool:
 _TABLES = tomllib.loads(Path(__file__).with_name("known_variables.toml").read_text())
 # Variables that NCCL, torch, gloo and OpenMP read.
 KNOWN = {prefix + name for prefix, names in _TABLES["known"].items() for name in names.split()}
-# Old name → new name; "" if the variable no longer has any effect.
+# {old name: new name, or "" if the variable no longer has any effect}
 RENAMED: dict[str, str] = _TABLES["renamed"]
 LISTS = {name: tuple(names.split()) for name, names in _TABLES["lists"].items()}
 
 
 def closest_known(name: str) -> str | None:
-    """Return the known variable that `name` probably misspells.
+    """Return the known variable whose name `name` probably misspells.
 
-    Return None if `name` is spelt correctly or no known variable has a similar name.
+    Return None if `name` is spelt correctly, or if no known variable has a similar name.
     """
     if name in KNOWN or name in RENAMED or name.startswith(LISTS["plugins"]):
         return None
@@ -67,8 +67,8 @@ def renamed(machine: Machine) -> Findings:
             yield warn("machine", f"{name}={value}", expected, f"unset {name}")
 
 
-# Variables that may be set if ranks share a GPU. `tutti run --ranks-per-gpu` itself sets
-# NCCL_IB_DISABLE on a single host.
+# Variables that may be set if ranks share a GPU. On a single host, `tutti run --ranks-per-gpu` sets
+# NCCL_IB_DISABLE.
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
 
@@ -88,7 +88,7 @@ def pinned(machine: Machine) -> Findings:
     for name in sorted(set(LISTS["pinned"]) & set(variables)):
         value, problem = variables[name], warn
         observed = f"{name}={value} for all message sizes"
-        expected = "not set: NCCL chooses by size and topology"
+        expected = "not set: NCCL chooses by message size and topology"
         if name == "NCCL_PROTO" and "LL128" in value.upper() and not value.startswith("^"):
             problem = fail
             observed = f"NCCL_PROTO={value} forces LL128, which corrupts data on some machines"
@@ -118,7 +118,7 @@ def invalid_values(machine: Machine) -> Findings:
         allowed = _TABLES["choices"].get(name)
         if allowed and value.upper() not in allowed:
             yield warn("machine", f"{name}={value}", f"one of {', '.join(allowed)}")
-        # NCCL parses only leading digits, so it reads `true` as 0, the opposite of the intention.
+        # NCCL parses only leading digits, so it reads `true` as 0, which means the opposite.
         is_number = name.startswith("NCCL_") and name.endswith(LISTS["number_suffixes"])
         if is_number and not value.lstrip("-").isdecimal():
             cure = "use a number: 1 for yes, 0 for no"
@@ -179,7 +179,7 @@ def cuda_devices(machine: Machine) -> Findings:
         yield warn(
             "machine",
             "CUDA_DEVICE_MAX_CONNECTIONS=1: compute and communication share one hardware queue",
-            "not set: only tensor parallelism on GPUs before Blackwell needs 1, and 1 slows FSDP",
+            "not set: 1 slows FSDP, and only tensor parallelism on GPUs before Blackwell needs it",
             "unset CUDA_DEVICE_MAX_CONNECTIONS",
         )
     models = {gpu.name for gpu in machine.accelerators}
@@ -218,7 +218,7 @@ def torch_version(machine: Machine) -> Findings:
     if version < _OLDEST_TORCH:
         yield fail("machine", f"torch {text}", "2.11 or newer", "pip install 'torch>=2.11'")
     elif version > _NEWEST_TORCH:
-        cure = "install torch 2.15, or report what does not work"
+        cure = "install torch 2.15, or report the functions that do not work"
         yield warn("machine", f"torch {text}", "2.11 to 2.15, which are tested", cure=cure)
     yield passed(f"torch {text}")
 
@@ -231,7 +231,7 @@ def cuda_build(machine: Machine) -> Findings:
         if reason := machine.reason_unknown("versions.cuda"):
             raise Skip(reason)
         observed = f"{count} GPU{'s' * (count > 1)}, but torch is built without CUDA"
-        cure = "install torch from the index for this driver's CUDA (pytorch.org, Get Started)"
+        cure = "install the torch build for this driver's CUDA version (pytorch.org, Get Started)"
         yield fail("machine", observed, "a CUDA build of torch", cure=cure)
 
 

@@ -1,8 +1,8 @@
 """Checks nccl.*: whether NCCL starts, and whether it uses the links that `tutti topo` shows.
 
-NCCL writes its topology (NCCL_TOPO_DUMP_FILE) and its rings and trees (NCCL_GRAPH_DUMP_FILE) as
-XML, and the transport of each connection to its log. probe_nccl.py starts NCCL and collects these
-texts.
+NCCL writes its topology (NCCL_TOPO_DUMP_FILE) and its rings and trees (NCCL_GRAPH_DUMP_FILE) to XML
+files, and the transport of each connection to its log. probe_nccl.py starts NCCL and reads these
+files.
 """
 
 import re
@@ -43,9 +43,9 @@ _CONNECTION = re.compile(
 def select_lines(log: str) -> list[str]:
     """Return the warnings and the connections in NCCL's log, in a short format.
 
-    A warning is `WARN text`. A connection is `0[0] 1[1] P2P/CUMEM`: source rank and its GPU,
-    destination rank and its GPU, transport. NCCL logs a connection once per channel; equal lines
-    are returned once.
+    A warning has the format `WARN text`. A connection has the format `0[0] 1[1] P2P/CUMEM`: source
+    rank and its GPU, destination rank and its GPU, transport. NCCL logs a connection once per
+    channel, but equal lines are returned only once.
     """
     found = dict[str, None]()
     for line in log.splitlines():
@@ -59,7 +59,7 @@ def select_lines(log: str) -> list[str]:
 
 @dataclass(frozen=True)
 class NcclConnection:
-    """The transports between two ranks, in both directions and over all channels."""
+    """The transports between two ranks, for both directions and all channels."""
 
     ranks: tuple[int, int]
     gpus: tuple[int, int]
@@ -68,7 +68,7 @@ class NcclConnection:
 
     @property
     def slowest(self) -> str:
-        """The slowest transport: NET is slower than SHM, and SHM is slower than P2P."""
+        """The slowest transport. NET is slower than SHM, and SHM is slower than P2P."""
         return max(
             sorted(self.transports),
             key=lambda each: (each.startswith("NET"), each.startswith("SHM"), "GDRDMA" not in each),
@@ -76,7 +76,7 @@ class NcclConnection:
 
 
 def parse_connections(lines: Sequence[str]) -> list[NcclConnection]:
-    """Return the connections in the lines that select_lines() returned, ordered by rank."""
+    """Return the connections in lines from select_lines(), ordered by rank."""
     transports: dict[tuple[int, int], set[str]] = {}
     gpu_of: dict[int, int] = {}
     for line in lines:
@@ -102,7 +102,7 @@ class NcclGpu:
     path: tuple[str, ...]
     """The PCIe path: the CPU (NUMA node), the upstream port of each PCIe switch, and the GPU."""
     nvlinks: Mapping[str, int]
-    """PCI address of another GPU → number of NVLinks to it. The key "" is for all NVSwitches."""
+    """{PCI address of another GPU: number of NVLinks to it}. The key "" is for all NVSwitches."""
     gpu_direct: bool
 
 
@@ -165,8 +165,8 @@ def nvlinks_between(a: NcclGpu, b: NcclGpu) -> int:
     return direct or min(a.nvlinks.get("", 0), b.nvlinks.get("", 0))
 
 
-# Class of a PCIe path in nvidia-smi → what the path goes through in NCCL's topology. NCCL does not
-# distinguish PHB and NODE: both are paths through one CPU.
+# {class of a PCIe path in nvidia-smi: component in NCCL's topology that the path goes through}. In
+# NCCL's topology, PHB and NODE are both paths through one CPU.
 _PATH_THROUGH = {
     "PIX": "a PCIe switch",
     "PXB": "a PCIe switch",
@@ -177,7 +177,7 @@ _PATH_THROUGH = {
 
 
 def path_through(a: NcclGpu, b: NcclGpu) -> str:
-    """Return what the PCIe path between two GPUs goes through: a value of _PATH_THROUGH."""
+    """Return what the PCIe path between two GPUs goes through, as a value of _PATH_THROUGH."""
     if a.path[0] != b.path[0]:
         return "two CPUs"
     return "a PCIe switch" if a.path[1:2] == b.path[1:2] else "one CPU"
@@ -191,16 +191,17 @@ _FAST_LINKS = ("LOC", "NVL", "NVB", "C2C")
 
 @dataclass(frozen=True)
 class NcclGraph:
-    """The channels of one algorithm, such as ring or tree."""
+    """The channels of one NCCL algorithm, such as ring or tree."""
 
     name: str
     channels: int
     intra_gbs: float
-    """Bandwidth of one channel inside a host in GB/s."""
+    """The bandwidth of one channel inside a host in GB/s."""
     inter_gbs: float
-    """Bandwidth of one channel between hosts in GB/s."""
+    """The bandwidth of one channel between hosts in GB/s."""
     intra_type: str
-    """The slowest link inside the host: NVL, PIX, PXB, PHB or SYS; LOC if there is one GPU."""
+    """The slowest link inside the host: "NVL", "PIX", "PXB", "PHB" or "SYS". "LOC" means that there
+    is only one GPU."""
     inter_type: str
     gpus: frozenset[int]
 
@@ -248,7 +249,7 @@ def _warnings(result: NcclRank) -> list[str]:
 
 
 def cure_of(*messages: str) -> str:
-    """Return the cure of the first message that matches in known_errors.toml ("" if none does)."""
+    """Return the cure of the first message that matches a pattern in known_errors.toml, or ""."""
     known = KNOWN_ERRORS["nccl_warning"].items()
     cures = (cure for text in messages for pattern, cure in known if re.search(pattern, text))
     return next(cures, "")
@@ -258,8 +259,8 @@ def cure_of(*messages: str) -> str:
 def nccl_starts(cluster: Cluster) -> Findings:
     results = _results(cluster)
     failed = [result for result in results if result.error]
-    # Ranks that fail for the same reason give one finding. Ranks that were stopped because another
-    # rank failed give no finding.
+    # Yield one finding for all ranks that failed for the same reason, and no finding for ranks that
+    # were stopped because another rank failed.
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for result in [each for each in failed if each.error != STOPPED] or failed:
         warnings = _warnings(result)
@@ -308,7 +309,7 @@ def transports(cluster: Cluster) -> Findings:
             machines = [cluster.machines[host] for host in hosts]
             problems.append(_problem_between_hosts(connection, machines))
     yield from _merge(problems)
-    # NET/IB/0, NET/IB/1 … are the same transport through different NICs: count them together.
+    # Count NET/IB/0, NET/IB/1, … together, because they are one transport through different NICs.
     names = Counter(
         re.sub(r"/\d+(\(\d+\))?", "", "+".join(sorted(connection.transports)))
         for connection in found
@@ -318,7 +319,7 @@ def transports(cluster: Cluster) -> Findings:
 
 
 def _merge(problems: Iterable[Finding | None]) -> Findings:
-    """Merge findings that differ only in the pair of ranks or GPUs. None entries are ignored."""
+    """Merge findings that differ only in the pair of ranks or GPUs. Entries of None are ignored."""
     pairs_of: dict[Finding, list[str]] = {}
     for problem in problems:
         if problem is not None:
@@ -332,7 +333,7 @@ def _merge(problems: Iterable[Finding | None]) -> Findings:
 
 
 def _variables_set(machine: Machine, *names: str) -> str:
-    """Return the variables among `names` that are set, joined by "and"."""
+    """Return the names of those variables in `names` that are set, joined by "and"."""
     return " and ".join(name for name in names if name in settings(machine))
 
 
@@ -378,7 +379,7 @@ def _problem_between_hosts(
 ) -> Finding | None:
     scope = "link:{}-{}".format(*connection.ranks)
     transport = connection.slowest
-    # If NVLink connects the hosts (MNNVL), the transport is P2P.
+    # The transport between hosts is P2P if NVLink connects the hosts (MNNVL).
     if not all(machine.has_rdma for machine in machines) or transport.startswith("P2P"):
         return None
     if "/Socket/" in transport:
@@ -393,15 +394,18 @@ def _problem_between_hosts(
 
 
 def _read_dump(cluster: Cluster, host: int, name: str, parse: Callable[[str], Dump]) -> Dump:
-    """Parse the dump file of a host's first rank. Raises Skip if the file is missing or invalid."""
+    """Parse the dump file of the first rank of a host.
+
+    Raises Skip if the file is missing or invalid.
+    """
     texts = [getattr(each, name) for each in _finished(cluster) if each.host == host]
     text = next(filter(None, texts), "")
     if not text:
-        raise Skip(f"NCCL wrote no file with its {name}")
+        raise Skip(f"NCCL wrote no {name} file")
     try:
         return parse(text)
     except ValueError as error:
-        raise Skip(f"NCCL's file with its {name} cannot be read: {error}") from None
+        raise Skip(f"NCCL's {name} file cannot be read: {error}") from None
 
 
 @host_check("nccl.topology")
@@ -414,7 +418,7 @@ def links_agree(cluster: Cluster, host: int) -> Findings:
     used: dict[int, NcclGpu] = {}
     for gpu in gpus:
         if gpu.rank is not None and gpu.rank not in own_ranks:
-            continue  # with NVLink between hosts, NCCL's topology contains several hosts
+            continue  # NCCL's topology contains several hosts if NVLink connects the hosts
         if gpu.pci_address in index_of:
             used[index_of[gpu.pci_address]] = gpu
         else:
@@ -443,8 +447,8 @@ def _compare_link(machine: Machine, link: Link, a: NcclGpu, b: NcclGpu) -> Itera
         observed = f"NCCL's topology has {found} NVLinks"
         expected = f"{link.nvlinks} NVLinks, as tutti topo shows"
         yield (fail if found < link.nvlinks else warn)(scope, observed, expected)
-    # NCCL_TOPO_FILE replaces the PCIe paths in /sys, and virtual machines hide these paths. In both
-    # cases, the paths cannot be compared.
+    # The paths cannot be compared if NCCL_TOPO_FILE replaces the PCIe paths in /sys, or if a
+    # virtual machine hides them.
     if machine.is_virtual or "NCCL_TOPO_FILE" in settings(machine):
         return
     expected_path = _PATH_THROUGH.get(link.pci_class)
@@ -456,7 +460,7 @@ def _compare_link(machine: Machine, link: Link, a: NcclGpu, b: NcclGpu) -> Itera
 def _compare_nics(machine: Machine, nets: Sequence[NcclNet]) -> Iterator[Finding]:
     """Compare the NICs that NCCL uses with the active RDMA ports."""
     active = {port.device: port for port in machine.rdma if port.state == "ACTIVE"}
-    # NCCL combines the ports of one card and joins their names: mlx5_0+mlx5_1.
+    # NCCL combines the ports of one card and joins their names, as in mlx5_0+mlx5_1.
     nets_of = {name: net for net in nets for name in net.name.split("+")}
     missing = sorted(set(active) - set(nets_of))
     selected = _variables_set(
@@ -486,7 +490,7 @@ def channels(cluster: Cluster, host: int) -> Findings:
     graphs = _read_dump(cluster, host, "graphs", parse_graphs)
     topology = Topology(cluster.machines[host])
     nvlinks = {(link.a, link.b): link.nvlinks for link in topology.links}
-    for graph in graphs[:2]:  # NCCL always needs rings and trees; the other graphs may be empty
+    for graph in graphs[:2]:  # the rings and the trees; other graphs may be empty
         pairs = [(f"GPU{a}", f"GPU{b}") for a, b in combinations(sorted(graph.gpus), 2)]
         if not graph.channels:
             yield fail("machine", f"{graph.name}: no channel", "at least one channel")
@@ -496,7 +500,7 @@ def channels(cluster: Cluster, host: int) -> Findings:
 
 
 def describe(cluster: Cluster) -> dict[str, Any] | None:
-    """Return NCCL's report for --json, or None if NCCL was not started."""
+    """Return the result of the NCCL probe for --json, or None if NCCL was not started."""
     results = cluster.probes.nccl
     if results is None:
         return None

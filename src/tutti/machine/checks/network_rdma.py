@@ -25,16 +25,16 @@ from tutti.machine.checks.nccl_environment import settings, shares_gpus
 from tutti.machine.nics import Nic, RdmaPort
 from tutti.machine.recording import Machine
 
-# Name prefixes of container and virtual machine interfaces, which do not reach other hosts.
+# Name prefixes of interfaces of containers and virtual machines. They do not reach other hosts.
 _INTERNAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "kube")
 _IFNAME_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
-    """Return the interfaces that the value of a *_SOCKET_IFNAME variable selects.
+    """Return the interfaces that a *_SOCKET_IFNAME variable selects.
 
-    gloo accepts exact names. NCCL accepts name prefixes; a leading `=` selects exact names, and a
-    leading `^` excludes the listed interfaces.
+    For gloo, the value lists exact names. For NCCL, the value lists name prefixes. In NCCL's value,
+    a leading `=` selects exact names, and a leading `^` excludes the listed interfaces.
     """
     if variable == "GLOO_SOCKET_IFNAME":
         return [nic for nic in nics if nic.name in value.split(",")]
@@ -45,7 +45,7 @@ def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
 
 
 def _matches(device: str, value: str) -> bool:
-    """Return whether `value` names a device: `=a,b` lists names, and `a,b` lists name prefixes."""
+    """Return whether `value` selects a device: `=a,b` lists names, and `a,b` lists prefixes."""
     names = [name for name in value.removeprefix("=").split(",") if name]
     return device in names if value.startswith("=") else device.startswith(tuple(names))
 
@@ -57,7 +57,7 @@ def _is_internal(nic: Nic) -> bool:
 def external_nics(machine: Machine) -> list[Nic]:
     """Return the interfaces that are up, have an address and can reach other hosts.
 
-    An interface with unknown state or unknown addresses is included.
+    Interfaces with an unknown state or unknown addresses are included.
     """
     return [
         nic
@@ -135,8 +135,8 @@ def interface_choice(cluster: Cluster, host: int) -> Findings:
 
 @cluster_check("network.mtu")
 def mtu(cluster: Cluster) -> Findings:
-    # Each group contains MTUs that must be equal, keyed by (host, interface). There is a group for
-    # the RoCE ports of each host, and a group for each interface name with the MTUs of all hosts.
+    # The MTUs in a group must be equal. Each interface name has a group with the MTUs of all hosts,
+    # and the RoCE ports of each host have a group. The keys in a group are (host, interface).
     groups: dict[str, dict[tuple[str, str], int]] = {}
     for machine in cluster.machines:
         roce = {p.netdev for p in machine.rdma if p.link_layer == "Ethernet" and p.netdev}
@@ -149,7 +149,7 @@ def mtu(cluster: Cluster) -> Findings:
     if all(len(group) < 2 for group in groups.values()):
         raise Skip("one host: nothing to compare")
     for others, group in groups.items():
-        # The most common MTU is expected, or the largest of several equally common MTUs.
+        # The most common MTU is expected. If several MTUs are equally common, the largest is.
         counts = Counter(group.values())
         usual = max(counts, key=lambda value: (counts[value], value))
         for (host, name), value in group.items():
@@ -201,7 +201,7 @@ def host_name(cluster: Cluster, host: int) -> Findings:
     elif target == "loopback" and len(cluster.machines) > 1:
         yield warn(
             "machine",
-            f"{name} resolves to loopback on this host, and gloo announces that address to others",
+            f"{name} resolves to a loopback address, and gloo announces it to other hosts",
             "an address that other hosts can reach",
             rf"sudo sed -i '/^127\.0\.1\.1/d' /etc/hosts  # on {name}",
             cure=f"remove {name} from the 127.0.1.1 line of /etc/hosts, or set GLOO_SOCKET_IFNAME",
@@ -272,10 +272,10 @@ def port_rate(cluster: Cluster) -> Findings:
 
 
 def _card_kind(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
-    """Return a key that is equal for ports of the same kind of card.
+    """Return a key that is equal for ports of cards of the same kind.
 
-    The rates of different kinds of cards are not compared. A management card, for example, has
-    another driver or a PCIe link of another width.
+    The rates of cards of different kinds are not compared. For example, a management card has a
+    different driver or a different PCIe width.
     """
     device = machine.pci_device(port.pci_address)
     if device is None or device.link is None:
@@ -309,7 +309,7 @@ def roce_gid(machine: Machine) -> Findings:
             yield fail(f"nic:{port.device}", f"GID types: {', '.join(port.gid_types) or 'none'}")
     index = settings(machine).get("NCCL_IB_GID_INDEX")
     if index is not None and machine.versions.get("nccl"):
-        yield passed(f"NCCL_IB_GID_INDEX={index} (NCCL 2.21 and newer select RoCE v2 themselves)")
+        yield passed(f"NCCL_IB_GID_INDEX={index} (not needed: NCCL 2.21 and newer select RoCE v2)")
 
 
 @machine_check("rdma.hca")
@@ -338,9 +338,9 @@ def gpu_direct(machine: Machine) -> Findings:
     if loaded:
         yield passed(f"{loaded.pop()} is loaded")
     elif parse_version(machine.kernel or "")[:2] >= (5, 12) and module == "open":
-        yield passed("DMA-BUF: open kernel modules and a kernel that supports it")
+        yield passed("DMA-BUF is available: open kernel modules and Linux 5.12 or newer")
     elif module == "unknown":
-        raise Skip("nvidia_peermem is not loaded, and whether DMA-BUF works is unknown")
+        raise Skip("nvidia_peermem is not loaded, and it is unknown whether DMA-BUF works")
     else:
         observed = f"nvidia_peermem is not loaded, and {module} kernel modules lack DMA-BUF"
         yield warn("machine", observed)

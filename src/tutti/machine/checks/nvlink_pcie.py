@@ -6,8 +6,8 @@ from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.pci import PciDevice
 from tutti.machine.recording import Machine
 
-# Part of the GPU's name → NVLinks per GPU, for boards on which this number is fixed. PCIe cards are
-# not listed: they have NVLinks only if an NVLink bridge is installed.
+# {part of the GPU's name: NVLinks per GPU}, for boards with a fixed number of NVLinks. PCIe cards
+# are not listed, because they have NVLinks only if an NVLink bridge is installed.
 _BOARD_LINKS = {"V100-SXM": 6, "A100-SXM": 12, "H100 80GB HBM3": 18, "B200": 18}
 
 
@@ -18,8 +18,8 @@ def active_nvlinks(machine: Machine) -> Findings:
     expected, source = max(active.values()), "as on other GPUs"
     for gpu, _ in nvlinks:
         for board, links_of_board in _BOARD_LINKS.items():
-            # A single GPU is not compared with its board: in a virtual machine, it may have no
-            # NVLinks.
+            # A single GPU is not compared with its board, because it may have no NVLinks in a
+            # virtual machine.
             if board in gpu.name and links_of_board > expected and len(nvlinks) > 1:
                 expected, source = links_of_board, f"as every {gpu.name} has"
     if expected == 0:
@@ -59,7 +59,7 @@ def nvlink_errors(machine: Machine) -> Findings:
         for link in links:
             if link.errors:
                 counts = ", ".join(f"{count} {name}" for name, count in link.errors.items())
-                # A recovery interrupts the link for a moment; a replay only resends a packet.
+                # A recovery interrupts the link for a short time. A replay only resends a packet.
                 problem = fail if link.recovery_errors else warn
                 observed = f"NVLink {link.index}: {counts} errors since the driver was loaded"
                 yield problem(f"gpu:{gpu.index}", observed)
@@ -73,7 +73,10 @@ def nvswitch_fabric(machine: Machine) -> Findings:
     for gpu, state in states:
         scope = f"gpu:{gpu.index}"
         if state not in ("completed", "not_supported"):
-            cure = "start the fabric manager (same version as the driver; for a VM, on its host)"
+            cure = (
+                "start the fabric manager, in the version of the driver (for a virtual machine: on "
+                "its host)"
+            )
             yield fail(scope, f"fabric state {state}", cure=cure)
         elif gpu.fabric_healthy is False:
             yield fail(scope, "the fabric reports degraded bandwidth or a degraded route")
@@ -104,7 +107,7 @@ def peer_access(machine: Machine) -> Findings:
 def _pcie_links(machine: Machine, name: str) -> list[tuple[str, str, int, int]]:
     """Return (scope, PCI address, value, maximum) for each PCIe link of a GPU or RDMA NIC.
 
-    `name` selects the value: "width" or "generation".
+    `name` is the name of the value: "width" or "generation".
     """
     links = [(f"gpu:{gpu.index}", gpu.pci_address, gpu.pcie) for gpu in machine.accelerators]
     for port in machine.rdma:
@@ -135,7 +138,7 @@ def pcie_width(machine: Machine) -> Findings:
 
 @machine_check("pcie.generation")
 def pcie_generation(machine: Machine) -> Findings:
-    # Idle GPUs are not checked, because they lower their PCIe generation to save power.
+    # Idle GPUs are not checked, because they reduce their PCIe generation to save power.
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
     links = [link for link in _pcie_links(machine, "generation") if link[0] not in idle]
     if not links:
@@ -166,12 +169,12 @@ def pcie_errors(machine: Machine) -> Findings:
             yield warn(scope, observed, "at most 100", command)
     for gpu in machine.accelerators:
         if (gpu.pcie_replays or 0) > 100:
-            observed = f"{gpu.pcie_replays} packets were sent again"
+            observed = f"{gpu.pcie_replays} PCIe packets were sent again"
             yield warn(f"gpu:{gpu.index}", observed, "at most 100", "nvidia-smi -q -d PCI")
 
 
 def _peers_use_pcie(machine: Machine) -> bool:
-    """Return whether data between GPUs, or between GPUs and RDMA NICs, goes over PCIe."""
+    """Return whether PCIe carries data between GPUs, or between GPUs and RDMA NICs."""
     linked = all(gpu.active_nvlinks for gpu in machine.accelerators)
     return (len(machine.accelerators) > 1 and not linked) or machine.has_rdma
 

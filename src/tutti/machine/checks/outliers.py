@@ -1,8 +1,8 @@
-"""Checks agreement.* and active.*: ranks, hosts, GPUs and links that differ from the others.
+"""Checks agreement.* and active.*: ranks, hosts, GPUs and links that differ from the majority.
 
-Facts such as versions are compared with the most common value. Slow devices and links are found
+A fact, such as a version, is compared with the most common value. Slow devices and links are found
 with the median and the median absolute deviation (MAD), because a single slow value hardly changes
-the median or the MAD.
+them.
 """
 
 import math
@@ -25,14 +25,14 @@ Facts = dict[str, str]
 def _differences(
     cluster: Cluster, read_facts: Callable[[Machine], Facts], must_agree: Sequence[str] = ()
 ) -> Findings:
-    """Yield a finding for each fact and for each group of ranks or hosts with an uncommon value.
+    """Yield one finding per fact and uncommon value. The finding names the ranks or hosts.
 
-    A difference in a fact of `must_agree` is a failure; other differences are warnings.
+    A difference in a fact of `must_agree` is a failure. Other differences are warnings.
     """
     if len(cluster.ranks) < 2 and len(cluster.machines) < 2:
         raise Skip("one rank on one host: nothing to compare")
-    # Processes of one host may differ, so ranks are compared. Hosts are compared only if no world
-    # was started.
+    # The processes of one host may differ, so ranks are compared. Hosts are compared only if no
+    # world was started.
     processes = [(str(rank.rank), rank.machine) for rank in cluster.ranks]
     processes = processes or [("", machine) for machine in cluster.machines]
     facts = [read_facts(machine) for _, machine in processes]
@@ -106,7 +106,7 @@ def same_hardware(cluster: Cluster) -> Findings:
             "GPUs": str(len(machine.accelerators)),
             "RDMA ports": str(len(machine.rdma)),
             "NUMA nodes": str(len(machine.numa)),
-            # Rounded to 16 GiB, because the memory reserved by the firmware differs between hosts.
+            # Round to 16 GiB, because firmware reserves different amounts of memory on the hosts.
             **({"memory": format_bytes(round(memory / 2**34) * 2**34)} if memory else {}),
             **({"CPU": machine.cpus.model} if machine.cpus.model else {}),
         }
@@ -130,18 +130,19 @@ def one_gpu_per_rank(cluster: Cluster) -> Findings:
 
 # --- slow outliers -------------------------------------------------------------------------------
 
-# A value is an outlier if its modified z-score (Iglewicz and Hoaglin) is above 3.5. For a normal
-# distribution, the MAD is 0.6745 times the standard deviation.
+# A value is an outlier if its modified z-score (Iglewicz and Hoaglin) is above 3.5. The MAD of a
+# normal distribution is 0.6745 times the standard deviation.
 _Z_SCORE, _MAD_OF_NORMAL = 3.5, 0.6745
-# A value within 10 % of the median is never reported, even if all other values are nearly equal.
+# A value less than 10 % below the median is never reported, even if the other values are nearly
+# equal.
 MIN_DIFFERENCE = 0.10
-# With only three or four values, one disturbed value can widen the MAD so much that no value counts
-# as an outlier. Therefore a value below a quarter of the median always counts as an outlier.
+# With only three or four values, one disturbed value can increase the MAD so much that no value is
+# an outlier. Therefore a value below a quarter of the median is always an outlier.
 _ALWAYS_SLOW = 0.25
-# Two values have no majority. A value is reported only if it is below half of the other value.
+# Two values have no majority, so a value is reported only if it is below half of the other value.
 _SLOW_OF_TWO = 0.5
-# An outlier below half of the usual speed is a failure. A faster outlier is a warning, because
-# other load may have caused it.
+# An outlier below half of the median speed is a failure. Any other outlier is a warning, because
+# other load on the machine may have caused it.
 _BROKEN = 0.5
 # The speed of one TCP stream also depends on the CPUs of both hosts, so a difference of up to 20 %
 # is not attributed to the link.
@@ -149,10 +150,10 @@ _MIN_LINK_DIFFERENCE = 0.2
 
 
 def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFERENCE) -> list[str]:
-    """Return the names of the values that are too low compared with the others, lowest value first.
+    """Return the names of values that are too low compared with the others, lowest value first.
 
-    Deviations are computed on logarithms, because speeds differ by factors, not by amounts. A link
-    at 1 % of the usual speed is found even if the speeds of the healthy links differ by 50 %.
+    Deviations are computed from logarithms, because speeds differ by factors. Therefore a link with
+    1 % of the usual speed is found even if the speeds of healthy links differ by 50 %.
     """
     if len(values) <= 2:
         best = max(values.values(), default=0)
@@ -171,12 +172,12 @@ def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFE
 def slow_links(
     rates: Sequence[MeasuredRate], host_of_rank: Mapping[str, int]
 ) -> tuple[list[int], list[str]]:
-    """Return the hosts whose links are all slow, and the slow links between the other hosts.
+    """Return (hosts whose links are all slow, slow links between the other hosts).
 
     Hosts are compared before links, because the links of one slow host may be the majority of all
-    links. The comparison uses the best outgoing link and the best incoming link of each host. If a
-    host has only one slow link, its best links are still fast, so the link is reported and not the
-    host.
+    links. The comparison uses the best outgoing link and the best incoming link of each host. If
+    only one link of a host is slow, the best links of the host are fast, so the link is reported
+    instead of the host.
     """
     hosts_of = {
         rate.name: [host_of_rank[rank] for rank in rate.name.split("-")]
@@ -213,7 +214,7 @@ def _slow_finding(
 ) -> Finding:
     """Return a finding about a slow device or link.
 
-    It is a failure if `value` is below half of `usual`, and otherwise a warning.
+    The finding is a failure if `value` is below half of `usual`. Otherwise, it is a warning.
     """
     return (fail if value < _BROKEN * usual else warn)(scope, observed, expected, host=host)
 
@@ -275,7 +276,7 @@ def link_rates(cluster: Cluster) -> Findings:
         observed = f"every link of this host is slow, down to {format_rate(low)}"
         expected = f"about {format_rate(usual)}, as between other hosts"
         yield _slow_finding("machine", low, usual, observed, expected, cluster.machines[host].host)
-    # Report outliers before links that are slow only compared with the speed of their interfaces.
+    # Report outliers first, then links that are slow relative to the speed of their interfaces.
     for rate in sorted(rates, key=lambda rate: (rate.name not in slow, rate.value)):
         src, dst = rate.name.split("-")
         pair = frozenset((src, dst))
@@ -287,7 +288,7 @@ def link_rates(cluster: Cluster) -> Findings:
         is_outlier = rate.name in slow
         if pair in reported or not (is_outlier or rate.value < min_rate):
             continue
-        reported.add(pair)  # a slow link is reported once, not for both directions
+        reported.add(pair)  # report a slow link only once, not for each direction
         scope = f"link:{'-'.join(sorted(pair, key=int))}"
         one, other = (cluster.machines[host_of[rank]].host for rank in (src, dst))
         hosts = f"{one} to {other}" if one != other else f"inside {one}"
@@ -307,9 +308,9 @@ def link_rates(cluster: Cluster) -> Findings:
 def _min_acceptable_rate(cluster: Cluster, src: int, dst: int) -> float:
     """Return the lowest acceptable rate between two hosts in bytes per second.
 
-    This is a tenth of the slower interface's speed, because no protocol has an overhead of 90 %. It
-    is at most 100 MB/s, because even a slow CPU can send 100 MB/s over one TCP stream. It is 0 if
-    the speed of an interface is unknown.
+    The rate is a tenth of the speed of the slower interface, because no protocol has an overhead of
+    90 %. It is at most 100 MB/s, because even a slow CPU can send 100 MB/s over one TCP stream. It
+    is 0 if the speed of an interface is unknown.
     """
     speeds = []
     for machine in (cluster.machines[src], cluster.machines[dst]):

@@ -1,7 +1,7 @@
-"""Probes of every rank or GPU: a matrix product, a memory copy, and copies between GPUs.
+"""Probes of CPUs and GPUs: a matrix product, a memory copy, and copies between GPUs.
 
-Copies between GPUs can hang in the driver. Therefore they run in a separate process, which executes
-this module with `python -m` and is killed after a timeout.
+Copies between GPUs can hang in the driver. Therefore they run in a separate process, which is
+killed after a timeout. The process executes this module with `python -m`.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _ATTEMPTS = 5
 _REPEATS_OF_SLOW = 2
 _COPY_SECONDS = 90.0
 
-# A probe prepares its tensors on a device. It returns the function to time, the amount of work of
-# one call (FLOPs or bytes) and the name of the probe.
+# A probe prepares its tensors on a device. It returns (function to time, amount of work per call in
+# FLOPs or bytes, name of the probe).
 Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
-    """Probe of compute speed. Its amount of work is in FLOPs."""
+    """Probe of the compute speed. The amount of work is in FLOPs."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     a, b = (
@@ -43,7 +43,7 @@ def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], fl
 
 
 def memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
-    """Probe of memory bandwidth. Its amount of work is the bytes read plus the bytes written."""
+    """Probe of the memory bandwidth. The amount of work is the bytes read plus bytes written."""
     count = 1 << 28 if device.type == "cuda" else 1 << 24  # 1 GiB or 64 MiB
     source = torch.arange(count, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
@@ -54,6 +54,7 @@ def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRa
     """Return the rate of a probe on every rank, or on every GPU if there is only one rank.
 
     All ranks are measured at the same time, as in training. Then the slow ranks are measured again.
+    The best rate of each rank is returned.
     """
     if device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
         ranks_on_host = list(peers.hosts).count(peers.host)
@@ -91,7 +92,7 @@ def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
 
 
 def _rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
-    """Return the measured rate. If the probe fails (out of memory), the rate has an `error`."""
+    """Return the measured rate. If the probe fails (such as out of memory), set its `error`."""
     try:
         work, amount, probe_name = probe(device)
         reference = work().clone()
@@ -128,17 +129,17 @@ def copy_between_gpus(
 ) -> tuple[GpuCopy, ...]:
     """Return the results of copies between all pairs of GPUs of this host, in both directions.
 
-    `command` starts the process that copies. Only tests set it.
+    `command` starts the process that makes the copies. Only tests set `command`.
     """
     lines, code = run_with_timeout(command or [sys.executable, "-m", __name__], seconds)
     return parse_copies(lines, code)
 
 
 def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
-    """Return the copies that the output of the copy process describes.
+    """Return the copies from the output of the process that makes them.
 
-    If the output contains a pair without a result, the copy of this pair hung (`code` is None) or
-    crashed the process (`code` is the exit code).
+    If the output has a pair without a result, the copy of this pair hung (if `code` is None) or
+    crashed the process (if `code` is an exit code).
     """
     found: dict[tuple[int, int], GpuCopy] = {}
     for line in lines:
@@ -171,24 +172,24 @@ class WatchedProcess:
         )
 
     def wait(self, seconds: float) -> int | None:
-        """Wait at most `seconds`. Return the exit code (None if the process is still running)."""
+        """Wait at most `seconds`. Return the exit code, or None if the process still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def close(self) -> list[str]:
-        """Return the lines of output. If the process is still running, kill its group."""
+        """Return the lines of output. If the process still runs, kill its process group first."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self.wait(5.0)  # a process that is stuck in the driver may not die
+            self.wait(5.0)  # not forever, because a process that hangs in the driver may not end
         with self._output:
             self._output.seek(0)
             return self._output.read().splitlines()
 
 
 def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str], int | None]:
-    """Run a command. Return its output lines and its exit code (None if it was killed)."""
+    """Run a command. Return (lines of output, exit code or None if the process was killed)."""
     process = WatchedProcess(command)
     code = None
     try:
@@ -199,7 +200,7 @@ def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str],
 
 
 def main() -> None:
-    """Copy between all pairs of GPUs. Prints each pair before the copy, and again with its result.
+    """Copy data between all pairs of GPUs. Print each pair before the copy, and its result after.
 
     The output therefore shows which copy hung or crashed the process.
     """
@@ -220,7 +221,7 @@ def main() -> None:
 
 
 def _copy(source: torch.Tensor, pattern: torch.Tensor, dst: int) -> tuple[float, bool]:
-    """Return (GB/s of the fastest of five copies, whether all five copies arrived unchanged)."""
+    """Make five copies. Return (GB/s of the fastest copy, whether all copies were correct)."""
     expected = pattern.to(f"cuda:{dst}")  # copied from host memory, not from a GPU
     target = torch.zeros_like(expected)
     fastest, same = float("inf"), True

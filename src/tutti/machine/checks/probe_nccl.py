@@ -1,7 +1,7 @@
 """Start NCCL on all ranks, and read its log and its dump files.
 
-NCCL can hang or crash the process that starts it. Therefore every rank is a separate process, which
-executes this module with `python -m` and is killed after a timeout.
+NCCL can hang or crash its process. Therefore every rank starts NCCL in a separate process, which is
+killed after a timeout. The process executes this module with `python -m`.
 """
 
 import json
@@ -25,11 +25,11 @@ from tutti.machine.checks.probe_devices import WatchedProcess
 from tutti.machine.checks.probe_network import Peers
 
 _SECONDS = 90.0
-# After one rank has failed, the other ranks would wait until the timeout. Instead they are killed
-# after this time, in which they can still report a failure of their own.
+# After one rank has failed, the other ranks would wait until the timeout. Instead, they are killed
+# after this time. In the meantime, they can still report their own failures.
 _SECONDS_AFTER_FAILURE = 5.0
 _COUNT = 100_003
-# With more ranks than this, there is no all_to_all, because it would connect all pairs of ranks.
+# With more ranks, the probe does not run all_to_all, because it would connect all pairs of ranks.
 _MAX_RANKS_ALL_PAIRS = 64
 
 
@@ -39,10 +39,10 @@ def start_nccl(
     command: Sequence[str] = (sys.executable, "-m", __name__, "nccl"),
     seconds: float = _SECONDS,
 ) -> tuple[NcclRank, ...]:
-    """Start a communicator over all ranks, or over all GPUs if there is only one rank.
+    """Create a communicator over all ranks, or over all GPUs if there is only one rank.
 
-    All ranks must call this function; every rank gets the results of all ranks. `command` starts
-    the process of one rank. Only tests set it.
+    All ranks must call this function. Every rank gets the results of all ranks. `command` starts
+    the process of one rank. Only tests set `command`.
     """
     size = len(peers.hosts)
     if size == 1:
@@ -66,14 +66,14 @@ def start_nccl(
             results = [
                 _read_result(rank, peers.host, *own[rank], seconds, Path(folder)) for rank in gpus
             ]
-    except (OSError, RuntimeError) as error:  # no store, no folder or no process
+    except (OSError, RuntimeError) as error:  # the store, the folder or the process failed
         reason = str(error).partition("\n")[0]
         results = [NcclRank(rank, peers.host, "process", reason) for rank in gpus]
     return peers.gather_rows(NcclRank, results)
 
 
 def _nccl_variables(folder: Path, rank: int, dumps: bool) -> dict[str, str]:
-    """Return the variables that make NCCL write its log and, if `dumps`, its dump files."""
+    """Return the variables that make NCCL write its log and, with `dumps`, its dump files."""
     variables = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM",
@@ -92,10 +92,10 @@ def _run_ranks(
     store: dist.Store,
     seconds: float,
 ) -> dict[int, tuple[list[str], int | None, bool]]:
-    """Run the ranks of this process until they end, the time is over, or any rank has failed.
+    """Start `commands`. Wait until they end, until the timeout, or until any rank has failed.
 
-    For each rank, return the lines of output, the exit code (None if the process was killed), and
-    whether the process was killed because another rank failed.
+    For each rank, return (lines of output, exit code, whether any rank failed). The exit code is
+    None if the process was killed.
     """
     processes: dict[int, WatchedProcess] = {}
     codes: dict[int, int | None] = {}
@@ -105,7 +105,7 @@ def _run_ranks(
             processes[rank] = WatchedProcess(command, environments[rank])
         while True:
             codes = {rank: process.wait(0.05) for rank, process in processes.items()}
-            with suppress(RuntimeError):  # rank 0 has ended, and with it the store
+            with suppress(RuntimeError):  # the store fails after rank 0 has ended
                 if any(codes.values()):
                     store.set("failed", "")
                 if not failed and store.check(["failed"]):
@@ -127,7 +127,7 @@ def _read_result(
     seconds: float,
     folder: Path,
 ) -> NcclRank:
-    """Combine the output of a rank's process with NCCL's log and dump files."""
+    """Return a result from the output of a rank's process and NCCL's log and dump files."""
     values: dict[str, Any] = {"stage": "process"}
     other_output = ""
     for line in lines:
@@ -167,9 +167,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run one rank. The arguments are BACKEND RANK SIZE ADDRESS PORT GPU.
 
     The process prints the name of each stage before the stage begins. The output therefore shows in
-    which stage the process hung or crashed. Tests use the backend gloo.
+    which stage the process hung or crashed. Tests use the backend "gloo".
     """
-    signal.alarm(int(_SECONDS) + 30)  # ends this process if `tutti doctor` was killed
+    signal.alarm(int(_SECONDS) + 30)  # ends this process even if `tutti doctor` was killed
     backend, rank, size, address, port, gpu = arguments
     try:
         _run_rank(backend, int(rank), int(size), address, int(port), int(gpu))
@@ -205,7 +205,7 @@ def _run_rank(backend: str, rank: int, size: int, address: str, port: int, gpu: 
         rank=rank,
         world_size=size,
         timeout=limit,
-        # With a device_id, NCCL creates the communicator now, not at the first collective.
+        # With a device_id, NCCL creates the communicator now instead of at the first collective.
         device_id=device if device.type == "cuda" else None,
     )
     begin("all_reduce", init_s=seconds())

@@ -1,8 +1,9 @@
 """Probes between ranks over TCP sockets: open ports, clock offsets and the rate of every link.
 
-A fault in the network would hang gloo or NCCL, so the probes use neither. Every rank runs a small
-server. The kernel picks the server's port, as it does for gloo and NCCL. A request is one line of
-JSON with a secret token that only the ranks of this world have. Every wait has a timeout.
+The probes do not use gloo or NCCL, which would hang if the network has a fault. Every rank runs a
+small server. The kernel assigns the port of the server, as it does for gloo and NCCL. A request is
+one line of JSON with a secret token that only the ranks of this world know. Every wait has a
+timeout.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ _BLOCK = 1 << 20
 _MAX_REQUEST_BYTES = 1 << 30
 _TIMESTAMPS = struct.Struct("!dd")
 _ROUND_TRIPS = 32
-# A first small transfer estimates the rate. The size of the measured transfer is then chosen so
-# that the transfer takes about 40 ms.
+# A first small transfer gives an estimate of the rate. The size of the measured transfer is chosen
+# so that the transfer takes about 40 ms.
 _FIRST_BYTES, _MAX_BYTES, _TRANSFER_SECONDS = 1 << 18, 1 << 26, 0.04
 # In a world with more ranks than this, only one rank per host measures links to other hosts.
 _MAX_RANKS_ALL_PAIRS = 8
@@ -43,13 +44,13 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank, the host of every rank, and a way to exchange values between all ranks."""
+    """This rank, the host of every rank, and a function that exchanges values between all ranks."""
 
     rank: int
     hosts: Sequence[int]
     """The host index of each rank. Hosts are numbered in the order of their lowest rank."""
     gather: Callable[[Any], list[Any]]
-    """A function that all-gathers JSON values, in rank order. The call is also a barrier."""
+    """A function that all-gathers JSON values, in rank order. A call is also a barrier."""
     address: str = "127.0.0.1"
     """The address at which other ranks can reach this rank."""
 
@@ -64,7 +65,7 @@ class Peers:
         return [self.hosts.index(host) for host in range(max(self.hosts) + 1)]
 
     def gather_rows(self, kind: Callable[..., Row], rows: Iterable[Row]) -> tuple[Row, ...]:
-        """All-gather dataclass instances. Return the rows of all ranks, in rank order."""
+        """All-gather dataclass instances of type `kind`. Return them in rank order."""
         gathered = self.gather([asdict(row) for row in rows])  # type: ignore[call-overload]
         return tuple(kind(**values) for rows_of_rank in gathered for values in rows_of_rank)
 
@@ -82,7 +83,7 @@ class Endpoint:
 
 
 class ProbeServer(socketserver.ThreadingTCPServer):
-    """A server that answers probe requests until close() is called, with a thread per client."""
+    """A server that answers probe requests until close() is called, in one thread per client."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -144,11 +145,12 @@ class ProbeClient(contextlib.ExitStack):
         self._socket.settimeout(_REPLY_SECONDS)
 
     def clock_offset(self) -> tuple[float, float]:
-        """Return (lead of the server's clock over this host's clock, round-trip time).
+        """Return (offset of the server's clock from this host's clock, round-trip time).
 
-        Both values are in seconds. Cristian's algorithm takes the fastest of 32 round trips and
-        assumes that the server read its clock in the middle of the round trip. The error of the
-        lead is at most half the round-trip time.
+        Both values are in seconds. The offset is positive if the server's clock is ahead. The
+        method is Cristian's algorithm: it takes the fastest of 32 round trips, and assumes that the
+        server reads its clock in the middle of the round trip. The error of the offset is at most
+        half of the round-trip time.
         """
         best = (0.0, float("inf"))
         for _ in range(_ROUND_TRIPS):
@@ -162,14 +164,14 @@ class ProbeClient(contextlib.ExitStack):
         return best
 
     def rate(self, server_action: Literal["send", "receive"]) -> float:
-        """Return bytes per second from the server ("send") or to the server ("receive")."""
+        """Return the rate from the server ("send") or to the server ("receive") in bytes/s."""
         seconds = self._transfer(server_action, _FIRST_BYTES)
         size = int(_FIRST_BYTES * _TRANSFER_SECONDS / max(seconds, 1e-6))
         size = min(max(_FIRST_BYTES, size), _MAX_BYTES)
         return size / max(self._transfer(server_action, size), 1e-9)
 
     def _transfer(self, server_action: str, size: int) -> float:
-        """Transfer `size` bytes and return the seconds that the transfer took."""
+        """Transfer `size` bytes and return the time in seconds."""
         start = time.perf_counter()
         self._request(server_action, size)
         if server_action == "send":
@@ -206,7 +208,10 @@ def _receive_bytes(stream: BufferedIOBase, size: int) -> None:
 
 
 def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connection, ...]:
-    """Connect every host to every other host, all at the same time, and return the results."""
+    """Connect every host to every other host, and return the results.
+
+    All connections are made at the same time.
+    """
 
     def connect(rank: int) -> Connection:
         return Connection(peers.host, peers.hosts[rank], connection_error(endpoints[rank]))
@@ -219,7 +224,7 @@ def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connecti
 
 
 def connection_error(endpoint: Endpoint) -> str | None:
-    """Return why an endpoint cannot be reached, or None if the expected probe server answers."""
+    """Return the reason why an endpoint cannot be reached, or None if its probe server answers."""
     try:
         with ProbeClient(endpoint) as client:
             client.hello()
@@ -233,12 +238,12 @@ def connection_error(endpoint: Endpoint) -> str | None:
 def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[ClockOffset, ...]:
     """Return the clock offset of each host from host 0.
 
-    Hosts are measured one after another, because concurrent traffic would lengthen the round trips.
+    Hosts are measured one after another, because concurrent traffic would slow the round trips.
     """
     found: list[ClockOffset] = []
     for rank in peers.first_ranks[1:]:
         if peers.rank == rank:
-            # Errors are ignored here: the check network.calls reports hosts that cannot connect.
+            # Errors are ignored, because the check network.calls reports hosts that cannot connect.
             with contextlib.suppress(OSError), ProbeClient(endpoints[0]) as client:
                 client.hello()
                 ahead, round_trip = client.clock_offset()
@@ -252,9 +257,9 @@ def measure_links(
 ) -> tuple[MeasuredRate, ...]:
     """Return the rates of the links between ranks, in both directions.
 
-    The rate of a link is the best of several rounds. Slow links are measured again: interference
-    rarely hits the same link twice, whereas a faulty link stays slow. Pairs of hosts that cannot
-    connect are left out, because the check network.calls already reports them.
+    The rate of a link is the best rate of several rounds. Slow links are measured again, because
+    other traffic rarely slows the same link twice, whereas a faulty link is slow every time. Pairs
+    of hosts that cannot connect are left out, because the check network.calls reports them.
     """
     hosts = peers.hosts
     disconnected = {frozenset((c.src, c.dst)) for c in connections if c.error is not None}
@@ -284,8 +289,8 @@ def measure_links(
 def link_pairs(hosts: Sequence[int]) -> Pairs:
     """Return the pairs of ranks to measure.
 
-    These are all pairs in a world of at most 8 ranks. In a larger world, they are the pairs of the
-    hosts' first ranks and the pairs of adjacent ranks on each host.
+    In a world of at most 8 ranks, these are all pairs. In a larger world, these are all pairs of
+    the first ranks of hosts, and all pairs of adjacent ranks on each host.
     """
     all_pairs = list(combinations(range(len(hosts)), 2))
     if len(hosts) <= _MAX_RANKS_ALL_PAIRS:
@@ -299,7 +304,7 @@ def link_pairs(hosts: Sequence[int]) -> Pairs:
 def _measure_pairs(
     peers: Peers, endpoints: Sequence[Endpoint], pairs: Pairs, best: dict[str, float]
 ) -> None:
-    """Measure the pairs and update `best` with the best rate of each direction."""
+    """Measure pairs of ranks, and keep the best rate of each direction in `best`."""
     for concurrent in concurrent_pairs(pairs, peers.hosts):
         found: dict[str, float] = {}
         for low, high in concurrent:
@@ -315,7 +320,10 @@ def _measure_pairs(
 
 
 def concurrent_pairs(pairs: Pairs, hosts: Sequence[int]) -> list[Pairs]:
-    """Divide pairs into groups to measure at the same time: a group has each host at most once."""
+    """Divide pairs into groups that are measured at the same time.
+
+    A group contains each host at most once.
+    """
     rest, groups = list(pairs), []
     while rest:
         busy: set[int] = set()
