@@ -106,8 +106,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Stage:
-    """The passes of one pipeline stage: (forward, backward) of each microbatch, and the update. The
-    forward of `first` also gathers parameters, and the backward of `last` also communicates
+    """The passes of one pipeline stage: (forward, backward) of each microbatch, and the update.
+
+    The forward of `first` also gathers parameters, and the backward of `last` also communicates
     gradients between replicas. `middle` does neither.
     """
 

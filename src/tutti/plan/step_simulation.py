@@ -771,8 +771,9 @@ class StepModel:
     def _sensitivity(
         self, workload: Workload, layout: Layout, options: StepOptions, step: float
     ) -> list[Assumption]:
-        """Return the assumptions that change the step time. The effect of an assumption is the
-        change of the step time at the slower end of its range.
+        """Return the assumptions that change the step time.
+
+        The effect of an assumption is the change of the step time at the slower end of its range.
         """
         base = self.estimate(workload, layout, options).step_s
         spread = dict(self.calibration.spread) if self.calibration else {}

@@ -64,8 +64,9 @@ class ProfiledRun:
 
     @cached_property
     def step_numbers(self) -> list[int]:
-        """The numbers of the steps that all ranks have recorded. If there is no such step, the
-        numbers of all recorded steps.
+        """The numbers of the steps that all ranks have recorded.
+
+        If there is no such step, the numbers of all recorded steps.
         """
         per_rank = [{step.number for step in trace.steps} for trace in self.traces]
         return sorted(set.intersection(*per_rank)) or sorted(set.union(*per_rank))
@@ -541,8 +542,9 @@ def _reshard(run: ProfiledRun) -> Iterator[Advice | None]:
 
 
 def _forward_prefetch(run: ProfiledRun) -> Iterator[Advice | None]:
-    """Yield advice to gather the next FSDP2 unit while the current FSDP2 unit computes. On a CPU,
-    FSDP2 waits for each all-gather before it continues, so prefetching has no effect.
+    """Yield advice to gather the next FSDP2 unit while the current FSDP2 unit computes.
+
+    On a CPU, FSDP2 waits for each all-gather before it continues, so prefetching has no effect.
     """
     units = run.program.get("fsdp") or []
     if len(units) < 3 or any(unit["forward_prefetch"] for unit in units):

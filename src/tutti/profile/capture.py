@@ -193,6 +193,7 @@ class Capture:
 
     def follow_program(self) -> "Capture":
         """Find the steps of a program through torch's global hooks, without changing the program.
+
         Each optimizer step ends a step. In a program without an optimizer (inference), each call of
         the outermost module begins a step. Nothing is recorded before the first step, so processes
         that neither train nor run inference are not affected.
@@ -230,8 +231,9 @@ class Capture:
         self._never_raise(self._start)
 
     def ignore_forward_calls(self) -> None:
-        """Discard the steps that forward calls marked. The program has an optimizer, so these calls
-        were an evaluation before training.
+        """Discard the steps that forward calls marked.
+
+        The program has an optimizer, so these calls were an evaluation before training.
         """
         if self._forward_calls is None:
             return
@@ -272,8 +274,9 @@ class Capture:
         self._profiler = None
 
     def _before_recording(self) -> None:
-        """Prepare the recording. This method runs after the first `wait` steps, so it does not slow
-        these timed steps.
+        """Prepare the recording.
+
+        This method runs after the first `wait` steps, so it does not slow these timed steps.
         """
         if self._program_profilers.any_active():
             self._abandon()
@@ -361,8 +364,9 @@ class Capture:
         self._step_start = None if in_warmup else now
 
     def _action(self, step: int) -> ProfilerAction:
-        """Return the profiler's action for a step. torch.profiler.schedule would return the same
-        actions, but it warns if `warmup` is 0.
+        """Return the profiler's action for a step.
+
+        torch.profiler.schedule would return the same actions, but it warns if `warmup` is 0.
         """
         if step < self.wait:
             return ProfilerAction.NONE
@@ -391,8 +395,9 @@ class Capture:
             shutil.copyfile(path, self.tensorboard / name)
 
     def _end_program(self) -> None:
-        """Wait until all ranks of this host have written traces, then raise SystemExit. So all
-        ranks end after the same step, and their exit handlers run.
+        """Wait until all ranks of this host have written traces, then raise SystemExit.
+
+        So all ranks end after the same step, and their exit handlers run.
         """
         local_ranks = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
@@ -560,10 +565,11 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
 
 
 class _ForwardCalls:
-    """In a program without an optimizer, each call of the outermost module marks a step. The chosen
-    module is the first one that the program calls twice in evaluation mode or without gradients.
-    Calls inside the forward of another module do not count. The hooks are removed when the program
-    creates an optimizer.
+    """In a program without an optimizer, each call of the outermost module marks a step.
+
+    The chosen module is the first one that the program calls twice in evaluation mode or without
+    gradients. Calls inside the forward of another module do not count. The hooks are removed when
+    the program creates an optimizer.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -704,8 +710,9 @@ class _ProgramProfilers:
             _replace(hooks, _profile, name, muted)
 
     def any_active(self) -> bool:
-        """Return whether a profiler of the program runs or warms up. The capture calls this method
-        before it starts its own profiler.
+        """Return whether a profiler of the program runs or warms up.
+
+        The capture calls this method before it starts its own profiler.
         """
         return bool(self._prepared) or autograd_profiler._is_profiler_enabled
 
@@ -731,11 +738,12 @@ class _ProgramProfilers:
 
 
 class _NvtxRanges:
-    """Emits NVTX ranges for Nsight Systems: steps, operators and every record_function. The class
-    has the three methods of torch.profiler.profile that `Capture` calls. Nsight and torch.profiler
-    cannot use the GPU's tracing interface at the same time, so no torch trace is written if NVTX
-    ranges are emitted. `nsys profile --capture-range=cudaProfilerApi` collects only the recorded
-    steps.
+    """Emits NVTX ranges for Nsight Systems: steps, operators and every record_function.
+
+    The class has the three methods of torch.profiler.profile that `Capture` calls. Nsight and
+    torch.profiler cannot use the GPU's tracing interface at the same time, so no torch trace is
+    written if NVTX ranges are emitted. `nsys profile --capture-range=cudaProfilerApi` collects only
+    the recorded steps.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction], shapes: bool) -> None:

@@ -85,9 +85,10 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
 
 
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
-    """Return the collectives that cannot be matched, because their group is unknown. If the program
-    has several groups, a collective whose trace event has no group name may belong to any of the
-    groups.
+    """Return the collectives that cannot be matched, because their group is unknown.
+
+    If the program has several groups, a collective whose trace event has no group name may belong
+    to any of the groups.
     """
     groups = [group for trace in traces for group in trace.groups.values()]
     sizes = {int(group.get("pg_size") or len(group.get("ranks") or ())) for group in groups}

@@ -273,8 +273,9 @@ class LoaderTimes:
         return len(received) < 2 and bool(iterator._data_queue.empty())
 
     def settings(self) -> dict[str, Any] | None:
-        """End the measurement. Return the settings and times of the loader. Returns None if the
-        program has not used a loader.
+        """End the measurement. Return the settings and times of the loader.
+
+        Returns None if the program has not used a loader.
         """
         self._active = False
         if self._sampler is None:

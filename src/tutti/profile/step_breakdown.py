@@ -339,11 +339,12 @@ def straggler_rows(
 
 
 def late_rank(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row of `stragglers[]` with the largest gain, or None. Ranks that are late in most
-    steps take precedence. A rank that is late in few steps, without a period, is considered only if
-    its cost is at least twice the cost of any other rank. Otherwise the ranks wait for each other
-    at random. If a row has no `gain_s`, because an older version wrote the file, the cost is used
-    instead.
+    """Return the row of `stragglers[]` with the largest gain, or None.
+
+    Ranks that are late in most steps take precedence. A rank that is late in few steps, without a
+    period, is considered only if its cost is at least twice the cost of any other rank. Otherwise
+    the ranks wait for each other at random. If a row has no `gain_s`, because an older version
+    wrote the file, the cost is used instead.
     """
     found = []
     for row in rows:
@@ -395,9 +396,10 @@ def find_period(late: Sequence[int], steps: Sequence[int]) -> int | None:
 
 
 def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
-    """Return the part that takes longer on this rank than on the other ranks, and the excess. The
-    excess is relative to the mean of the other ranks. The part with the largest excess is probably
-    the cause of the delay.
+    """Return the part that takes longer on this rank than on the other ranks, and the excess.
+
+    The excess is relative to the mean of the other ranks. The part with the largest excess is
+    probably the cause of the delay.
     """
     excess = {
         name: fmean(step.parts[name] for step in steps if step.rank == rank)

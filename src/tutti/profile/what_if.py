@@ -44,8 +44,9 @@ class MessageCost(NamedTuple):
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """Fit α and β to points (bytes, seconds), or return None if there are no points. The fit uses
-    the median time of each message size, and minimizes the squared relative errors.
+    """Fit α and β to points (bytes, seconds), or return None if there are no points.
+
+    The fit uses the median time of each message size, and minimizes the squared relative errors.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for size, seconds in points:
@@ -94,9 +95,10 @@ class PredictedGain:
 
 
 class BucketModel:
-    """Predicts the gain of different buckets. `passes` has a list of backward passes for each step.
-    Each pass is a dict {rank: _Backward}. `passes` is empty if the traces do not contain all
-    gradients and buckets.
+    """Predicts the gain of different buckets.
+
+    `passes` has a list of backward passes for each step. Each pass is a dict {rank: _Backward}.
+    `passes` is empty if the traces do not contain all gradients and buckets.
     """
 
     def __init__(self, traces: Sequence[RankTrace], ddp: dict[str, Any]) -> None:
@@ -163,8 +165,9 @@ class BucketModel:
     def _cost_variants(
         self, cost: MessageCost, largest: float, ranks: int
     ) -> Iterator[MessageCost | None]:
-        """Yield several message costs that are consistent with the recorded messages. None means
-        that the cost is fitted for each step separately.
+        """Yield several message costs that are consistent with the recorded messages.
+
+        None means that the cost is fitted for each step separately.
         """
         yield cost
         if cost.separated:
