@@ -86,7 +86,7 @@ def core_library() -> Library:
 
 @cache
 def front_library() -> Library:
-    """Return the C++ front for the installed torch. Raise ImportError without torch."""
+    """Return the C++ front, for the installed torch. Raise ImportError if there is no torch."""
     folder = FOLDER / "front"
     headers = (*sorted(folder.glob("*.h")), FOLDER / "core/tutti_shm.h")
     return _torch_library("_front", folder / "module.cpp", headers)
@@ -94,7 +94,7 @@ def front_library() -> Library:
 
 @cache
 def recorder_library() -> Library:
-    """Return the recorder of tutti.observe for the installed torch. Raise ImportError without."""
+    """Return the recorder of tutti.observe. Raise ImportError if torch is not installed."""
     return _torch_library("_recorder", FOLDER.parents[1] / "observe/recorder.cpp", ())
 
 
