@@ -113,8 +113,7 @@ def test_split_channels_compute_the_same_as_one_device(three: list[Any]) -> None
 def test_channels_that_cannot_be_split_evenly_are_refused(three: list[Any]) -> None:
     for rank in three:
         assert rank["refused"] == (
-            "10 channels cannot be split evenly over 3 ranks: use a number that 3 divides, such "
-            "as 12"
+            "10 channels cannot be split evenly over 3 ranks: use a multiple of 3, such as 12"
         )
 
 

@@ -1,4 +1,4 @@
-"""Layouts, and the techniques that distribute a plain model over ranks."""
+"""Layouts, and the techniques that distribute a model over ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

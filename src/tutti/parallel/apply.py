@@ -1,8 +1,8 @@
-"""Makes a plain model parallel: applies the techniques of a layout in a fixed order.
+"""Parallelizes a plain model: applies the techniques of a layout in a fixed order.
 
 `apply` defines the order. It changes a model on the meta device, so that a rank allocates memory
-only for its own shards. `apply` is called by `build_engine` (for whole training steps) and by
-`parallelize` (for your own training loop).
+only for its own shards. `build_engine` (for whole training steps) and `parallelize` (for your own
+training loop) call `apply`.
 """
 
 from dataclasses import dataclass, replace
@@ -52,9 +52,9 @@ class Techniques:
 
     options: ParallelOptions
     rules: ShardingRules | None = None
-    """tp: the role of each split layer. `check` replaces patterns by module names."""
+    """tp: the role of each split layer. `check` replaces patterns with module names."""
     splits_sequence: bool = False
-    """tp: between the split layers, each rank holds a part of the sequence. Set by `check`."""
+    """tp: whether activations between split layers are split along the sequence. Set by `check`."""
     recompute: Recompute = "none"
     compile: bool = False
     sync_batchnorm: bool = False
@@ -63,7 +63,7 @@ class Techniques:
     autocast: torch.dtype | None = None
     """The dtype of the autocast context in which steps will run."""
     example: Nested = None
-    """One real input with its batch dim, which a pipeline needs to compute the cost of layers."""
+    """One real input with its batch dim. A pipeline needs it to compute the cost of each layer."""
     microbatch_size: int = 1
     """pp: the number of samples in every microbatch."""
 
@@ -71,12 +71,13 @@ class Techniques:
 def apply(
     model: nn.Module, mesh: Mesh, techniques: Techniques, weights: Weights | None = None
 ) -> tuple[nn.Module, Stages | None]:
-    """Make the model parallel on the meta device, then allocate and fill this rank's parameters.
+    """Parallelize the model on the meta device, then allocate and fill this rank's parameters.
 
-    The model is cut and its matrices are split first, so that all later techniques are applied only
-    to this rank's layers. Recomputation wraps the forward of a block before the block is compiled,
-    so that the compiler can read which activations to keep. Sharding comes last, because its hooks
-    must gather the parameters of a block before the block runs and before it is recomputed.
+    First the model is cut into stages and its matrices are split, so that all later techniques
+    apply only to this rank's layers. Recomputation wraps the forward of a block before the block is
+    compiled, so that the compiler knows which activations to keep. Sharding comes last, because its
+    hooks must gather the parameters of a block before the block runs and before the block is
+    recomputed.
     """
     layout, options = mesh.layout, techniques.options
     if weights is None and is_on_meta(model):
@@ -102,15 +103,16 @@ def apply(
         if options.async_tp:
             overlap_matrix_products(mesh, options, techniques.compile)
     if techniques.compile and techniques.recompute == "full":
-        # The compiled forward runs twice: in forward and in the recomputation. A single graph that
-        # contains both runs fails if tp splits matrices: torch 2.13 cannot save the graph's inputs.
+        # The forward alone is compiled, and runs twice: in forward and in the recomputation. One
+        # graph that contains both runs fails if tp splits matrices, because torch 2.13 cannot save
+        # the inputs of this graph.
         compile_blocks(model, forward_only=True)
         recompute_activations(model, techniques.recompute)
     else:
         recompute_activations(model, techniques.recompute)
         if techniques.compile:
             compile_blocks(model)
-    shards = layout.data_ranks > 1 and not layout.only_replicas  # plain replicas use DDP instead
+    shards = layout.data_ranks > 1 and not layout.only_replicas  # plain replicas use DDP
     if mesh.world.device.type == "cpu" and (shards or techniques.recompute != "none"):
         return_freed_memory()
     if shards:
@@ -126,16 +128,16 @@ def apply(
 def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
     """Raise UsageError if the model does not support one of the techniques.
 
-    `model` is the whole model. Returns the techniques with module names in place of the patterns in
-    the sharding rules, and with `splits_sequence` and `autocast` set for this model.
+    `model` is the whole model. Returns the techniques with module names instead of patterns in the
+    sharding rules, and with `splits_sequence` and `autocast` set for this model.
     """
     layout, options, recompute = mesh.layout, techniques.options, techniques.recompute
     if layout.data_ranks > 1 and not techniques.sync_batchnorm:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 raise UsageError(
-                    f"layer {name} is torch's SyncBatchNorm, in which a rank without samples "
-                    "cannot take part: use --sync-batchnorm, which replaces the layer"
+                    f"layer {name} is torch's SyncBatchNorm, which fails on a rank without "
+                    "samples: use --sync-batchnorm, which replaces the layer"
                 )
     if layout.data_ranks > 1 and not layout.only_replicas:
         for name, parameter in model.named_parameters():
@@ -149,7 +151,7 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
         rules = getattr(model, "sharding_rules", None)
     if rules is None and layout.tp > 1:
         rules = default_rules(model, layout.tp)
-    # Rules are resolved in every layout, so that unknown module names are always refused.
+    # Rules are resolved in every layout, so that unknown module names are refused even without tp.
     rules = resolve_rules(rules or {}, model)
     splits = False
     if layout.tp > 1:
@@ -160,8 +162,8 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
             if norm and techniques.sync_batchnorm and layout.data_ranks > 1:
                 raise UsageError(
                     f"sharding rules: {name} is a synchronised batch norm, which tp cannot split. "
-                    "Leave it out of the rules and outside of split modules, or use shard instead "
-                    "of tp"
+                    "Remove it from the rules and keep it outside of split modules, or use shard "
+                    "instead of tp"
                 )
         splits = options.sequence_parallel and splits_sequence(rules, model)
         if splits and techniques.example is not None:
@@ -171,7 +173,7 @@ def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
     if recompute != "none" and not blocks:
         raise UsageError(
             f"--checkpoint-activations {recompute} needs repeated blocks in a ModuleList, "
-            f"ModuleDict or Sequential, but {type(model).__name__} has none: leave the flag out"
+            f"ModuleDict or Sequential, but {type(model).__name__} has none: remove the flag"
         )
     if layout.pp > 1:
         check_techniques(options.pipeline_schedule, techniques.compile, recompute)
@@ -202,17 +204,17 @@ def build_engine(
     autocast: torch.dtype | None = None,
     weights: Weights | None = None,
 ) -> Engine:
-    """Return the engine that runs the model in the layout `parallel.layout`, on this rank's device.
+    """Return an engine that runs the model in `parallel.layout`, on this rank's device.
 
     Call this function on every rank with the same whole model. The model either has real weights,
     which must be equal on all ranks, or is on the meta device. A model on the meta device is
-    initialised by `weights`, or by `reset_parameters` of its modules if `weights` is unset. Create
-    the optimizer afterwards, from `engine.model.parameters()`.
+    initialised by `weights`. If `weights` is None, `reset_parameters` of each module initialises
+    it. Create the optimizer afterwards, from `engine.model.parameters()`.
 
-    `rules` define how tp splits layers. If `rules` is unset, the rules are the model's attribute
-    `sharding_rules`; a model without this attribute gets the rules of `default_rules`. A pipeline
-    needs an `example`, one real input with its batch dim, and the number and size of the
-    microbatches of a step.
+    `rules` defines how tp splits layers. If `rules` is None, the model's attribute `sharding_rules`
+    is used, or `default_rules` if the model does not have this attribute. A pipeline needs an
+    `example` (one real input with its batch dim), and the number and size of the microbatches of a
+    step.
     """
     options = options or EngineOptions()
     parallel = parallel or ParallelOptions()
@@ -243,7 +245,9 @@ def build_engine(
         return Scratch(model, world, options.scratch_reduce, options.find_unused)
     if layout.pp > 1:
         if example is None:
-            raise UsageError(f"layout {layout}: a pipeline needs an example, one real input")
+            raise UsageError(
+                f"layout {layout}: a pipeline needs an example: pass one real input as example=…"
+            )
         check_microbatches(parallel.pipeline_schedule, layout.pp, microbatches)
     model, stages = apply(model, mesh, techniques, weights)
     engine: Engine
@@ -272,21 +276,22 @@ def parallelize(
 ) -> nn.Module:
     """Return the model on this rank's device, distributed over all ranks by the layout.
 
-    `layout` is a layout such as "dp2.tp2"; unset: one replica per rank. `rules` define how tp
-    splits layers. They are a dict from module names to roles, in which `*` matches one part of a
-    name: {"layers.*.up": "column", "layers.*.down": "row"}; unset: rules for the usual names of
-    transformer layers. `options` contains further options of shard and tp.
+    `layout` is a layout such as `"dp2.tp2"`. If it is None, every rank has one replica. `rules`
+    defines how tp splits layers. It is a dict from module names to roles, in which `*` matches one
+    part of a name: {"layers.*.up": "column", "layers.*.down": "row"}. If `rules` is None, the rules
+    are chosen by common names of transformer layers. `options` contains further options of shard
+    and tp.
 
-    Call the result like the model. Backward averages gradients over the ranks that have different
-    samples, as DDP and FSDP do: give each rank the same number of samples, and use the mean loss of
-    the rank's samples. The batch has `layout.data_ranks` parts, and this rank's part has the index
-    `layout.mesh(world).data_rank`. Ranks that differ only in tp must get the same samples. In a
-    world of one rank the result is the model itself.
+    Call the returned module like the model. Like DDP and FSDP, backward averages gradients over the
+    ranks that have different samples. So give each rank the same number of samples, and use the
+    mean loss of the rank's samples. The batch has `layout.data_ranks` parts, and this rank's part
+    has the index `layout.mesh(world).data_rank`. Ranks that differ only in tp must get the same
+    samples. In a world of one rank, the model itself is returned.
 
     Call this function on every rank, either with the same weights, or with a model on the meta
-    device and the same torch seed. With a model on the meta device, every rank allocates memory
+    device and the same torch seed. If the model is on the meta device, every rank allocates memory
     only for its own shards. Outputs that tp splits along the vocabulary are gathered, unless
-    `options.loss_parallel` is set. For dropout under tp, seed the generators with
+    `options.loss_parallel` is set. If a model with dropout is split by tp, seed the generators with
     `tutti.parallel.rng.seed_training_rng`. A pipeline cannot be called like a model: use
     build_engine.
     """
@@ -295,8 +300,8 @@ def parallelize(
     layout = layout or Layout(dp=world.size)
     if layout.pp > 1:
         raise UsageError(
-            f"layout {layout} has a pipeline, which runs whole steps and not a forward: use "
-            "tutti.parallel.build_engine and engine.run, or a layout without pp"
+            f"layout {layout} has a pipeline, which runs whole steps and has no separate forward: "
+            "use tutti.parallel.build_engine and engine.run, or a layout without pp"
         )
     mesh = layout.mesh(world)
     techniques = Techniques(

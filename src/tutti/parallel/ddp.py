@@ -1,8 +1,8 @@
-"""torch DDP: buckets of gradients are all-reduced while backward computes the other gradients.
+"""torch DDP: gradient buckets are all-reduced while backward computes further gradients.
 
 DDP averages gradients over ranks, but an engine must sum them. Therefore `backward` multiplies the
 loss by the number of ranks R: (1/R) Σ R·g = Σ g. DDP divides gradients by R before it sends them,
-so the values sent are not larger than the local gradients g.
+so the values that it sends are not larger than the local gradients g.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from tutti.parallel.layout import EngineOptions
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# The number of uncompressed steps before PowerSGD starts. DDP rebuilds its buckets after the first
-# step, and the state of PowerSGD belongs to a bucket. Also, gradients change most in early steps.
+# The number of uncompressed steps before PowerSGD starts. PowerSGD keeps a state for each bucket,
+# and DDP rebuilds its buckets after the first step. Also, gradients change most in early steps.
 POWERSGD_START = 10
 
 
 class Ddp(Engine):
-    """Engine that uses torch DDP, optionally with overlap and with compression."""
+    """Engine that uses torch DDP, with optional overlap and gradient compression."""
 
     def __init__(self, model: nn.Module, world: World, options: EngineOptions) -> None:
         text = f"ddp: {count_replicas(world)}, buckets of {options.bucket_mb:g} MiB all-reduced "
@@ -45,7 +45,7 @@ class Ddp(Engine):
             options.static_graph,
             options.find_unused,
         )
-        # DDP's constructor has broadcast the buffers; later, share_buffers() broadcasts them.
+        # DDP's constructor has broadcast the buffers. Later, only share_buffers() broadcasts them.
         self.replica.broadcast_buffers = False
         self.bucket_bytes = sum(parameter.nbytes for parameter in self.trained.values())
         self.gradients_in_buckets = options.gradient_as_bucket_view and options.overlap
@@ -67,15 +67,16 @@ class Ddp(Engine):
         return [tensor for table in tables for tensor in table.values()]
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # DDP decides in forward whether backward communicates, so forward and backward must run in
-        # this context.
+        # DDP decides in forward whether backward communicates, so both forward and backward must
+        # run in this context.
         if last and self.options.overlap:
             return nullcontext()
         if self.options.static_graph:
             # torch fails with an internal error if DDP's first backward does not communicate.
             raise UsageError(
-                "--static-graph needs communication in every microbatch, but only the last of "
-                "several microbatches communicates: leave it out or use --accumulation 1"
+                "--static-graph needs communication in every microbatch, but with several "
+                "microbatches only the last one communicates: remove --static-graph, or use "
+                "--accumulation 1"
             )
         return self.replica.no_sync()
 
@@ -86,7 +87,8 @@ class Ddp(Engine):
 
     def reduce(self) -> None:
         if not self.options.overlap:
-            # The order is reversed, as in DDP, because backward starts at the last layer.
+            # Gradients are reduced in reversed order, as in DDP, because backward starts at the
+            # last layer.
             tensors = self.gradients_to_sum(self.options.find_unused)[::-1]
             all_reduce_coalesced(tensors, bucket_bytes=self.options.bucket_mb * 2**20)
         elif not (self.options.find_unused or self.options.static_graph):
@@ -100,7 +102,7 @@ def wrap_in_ddp(
     static_graph: bool,
     find_unused: bool,
 ) -> DistributedDataParallel:
-    """Wrap the model in torch DDP, whose constructor broadcasts rank 0's parameters and buffers."""
+    """Wrap the model in torch DDP. Its constructor broadcasts rank 0's parameters and buffers."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             "no parameter of the model requires a gradient: use --engine single, or "
@@ -120,10 +122,10 @@ _Future = torch.futures.Future[torch.Tensor]
 
 
 def narrow_hook(dtype: torch.dtype) -> Callable[[int, dist.GradBucket], _Future]:
-    """Return a communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
+    """Return a DDP communication hook that all-reduces buckets in a 16-bit dtype on any backend.
 
-    torch's bf16 hook requires NCCL, although gloo can sum bf16 too. Gradients are divided by the
-    number of ranks R before the conversion: R·g could overflow fp16 even if g does not.
+    torch's bf16 hook requires NCCL, although gloo can also sum bf16. Gradients are divided by the
+    number of ranks R before the conversion, because R·g could overflow fp16 even if g does not.
     """
 
     def hook(ranks: int, bucket: dist.GradBucket) -> _Future:
@@ -140,8 +142,8 @@ def powersgd_hook(state: powersgd.PowerSGDState, bucket: dist.GradBucket) -> _Fu
     """Run torch's PowerSGD hook without its side effect on random generators.
 
     torch's hook draws the first factor Q of a bucket (see `_powersgd_state`) with the same seed on
-    all ranks. On CUDA, the hook does not restore the generator, so later dropout masks would be the
-    same on all ranks.
+    all ranks. On CUDA, it does not restore the generator afterwards, so later dropout masks would
+    be the same on all ranks.
     """
     device = bucket.buffer().device
     first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict
@@ -154,8 +156,9 @@ def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
 
     A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. Q is the
     start value of the next step (warm start). The residual M − P Qᵀ is added to the next gradient
-    (error feedback); it differs between ranks and needs as much memory as the gradients. Vectors,
-    and matrices whose factors would be larger than half of the matrix, are not compressed.
+    (error feedback). The residual differs between ranks and needs as much memory as the gradients.
+    Vectors are not compressed, and neither are matrices whose factors would be larger than half of
+    the matrix.
     """
     return powersgd.PowerSGDState(
         process_group=None,
@@ -163,6 +166,6 @@ def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
         start_powerSGD_iter=POWERSGD_START,
         use_error_feedback=True,
         warm_start=True,
-        # Avoids 0/0 for columns of zeros, such as those of a layer without a gradient.
+        # Avoids 0/0 for columns of zeros, for example in a layer without a gradient.
         orthogonalization_epsilon=1e-8,
     )

@@ -1,13 +1,13 @@
-"""Sharded parameters with FSDP2.
+"""Shards parameters with FSDP2.
 
-Every rank stores one shard of each parameter, of its gradient and of its optimizer state.
-Parameters of a block are gathered before the block computes.
+Every rank stores one shard of each parameter, of its gradient and of its optimizer state. The
+parameters of a block are gathered before the block computes.
 
     shard 0   [p0   ]  gather →  [p0 p1] forward, backward → [g0 g1] ┐ reduce-scatter → [g0   ]
     shard 1   [   p1]  gather →  [p0 p1] forward, backward → [g0 g1] ┘                  [   g1]
 
-With dp as well (HSDP), the gradient shards are then summed over the replicas. If a layout has dp
-with tp or pp but no shard axis, the shard of each rank is the whole parameter.
+If the layout also has dp (HSDP), the gradient shards are then summed over the replicas. If a layout
+combines dp with tp or pp but has no shard axis, each rank's shard is the whole parameter.
 """
 
 import torch
@@ -31,12 +31,13 @@ def shard(
 ) -> None:
     """Shard each block of the model, then the remaining parameters, in place.
 
-    The model may be on the meta device. Gradients are summed over the data ranks; with `mean` they
-    are averaged, which is the default of FSDP2.
+    The model may be on the meta device. Gradients are summed over the data ranks. If `mean` is
+    true, they are averaged, which is FSDP2's default.
 
-    `autocast` is the autocast dtype of the step, or None. Autocast would convert gathered float32
-    weights and keep the converted weights of all blocks until backward. Therefore blocks gather
-    their weights in the autocast dtype. Gradients are still summed in float32.
+    `autocast` is the autocast dtype of the step, or None. If float32 weights were gathered,
+    autocast would convert them and keep the converted weights of all blocks until backward.
+    Therefore blocks gather their weights in the autocast dtype. Gradients are still summed in
+    float32.
     """
     layout = mesh.layout
     device_mesh = mesh.device_mesh["dp", "shard"] if layout.dp > 1 else mesh.device_mesh["shard"]
@@ -50,7 +51,8 @@ def shard(
     if autocast is not None and options.gather_dtype is None:
         reduce_dtype = _DTYPES[options.reduce_dtype] or torch.float32
         block_precision = MixedPrecisionPolicy(autocast, reduce_dtype, cast_forward_inputs=False)
-    # In a pipeline, resharding after forward would gather a block again for every microbatch.
+    # In a pipeline, resharding after forward would mean to gather a block again for every
+    # microbatch, so it is off by default.
     reshard = options.reshard if options.reshard is not None else layout.pp == 1
     for block in repeated_blocks(model):
         if block is not model:
@@ -60,13 +62,14 @@ def shard(
     fully_shard(model, mesh=device_mesh, mp_policy=precision, reshard_after_forward=False)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
-        # Reduce with a sum and divide separately, because only NCCL has reductions that divide.
+        # Gradients are summed and divided separately, because only NCCL has an averaging reduction.
         module.set_force_sum_reduction_for_comms(True)
         if not mean:
             module.set_gradient_divide_factor(1.0)
-    # While a block computes, the next `prefetch` blocks are gathered in forward, and the previous
-    # `prefetch` blocks in backward. If the backward list is empty, torch chooses blocks itself. So
-    # to prefetch nothing, the list contains only the block itself, which is already gathered.
+    # While a block computes, forward gathers the next `prefetch` blocks, and backward gathers the
+    # previous `prefetch` blocks. If the backward list is empty, torch chooses blocks itself. So if
+    # nothing is to be prefetched, the list contains only the block itself, which is already
+    # gathered.
     units: list[FSDPModule] = [module for module in sharded if module is not model]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.prefetch])

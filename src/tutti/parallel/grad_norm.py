@@ -1,4 +1,4 @@
-"""The global norm of the gradients over all ranks of a layout, and clipping by this norm."""
+"""The global gradient norm over all ranks of a layout, and gradient clipping by this norm."""
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from tutti.parallel.mesh import local_shard, replicated_axes
 def global_norm(engine: Engine) -> Tensor:
     """Return the norm √ Σ g² of all gradients, without waiting for the device.
 
-    Call this function on every rank. A rank holds only some of the gradients: its shards, its part
-    of each split matrix, the layers of its stages. If several ranks hold the same gradient
-    (replicas, or the weight of a norm under tp), only the first of these ranks counts it.
+    Call this function on every rank. A rank holds only a part of the gradients: its shards, its
+    part of each split matrix, and the layers of its stages. If several ranks hold the same gradient
+    (replicas, or a norm weight under tp), only the first of these ranks counts the gradient.
     """
     mesh = engine.mesh
     used = [(name, p) for name, p in engine.model.named_parameters() if p.grad is not None]
@@ -43,8 +43,8 @@ def clip_by_global_norm(engine: Engine, max_norm: float) -> Tensor:
         return norm
     gradients = [local_shard(p.grad) for p in engine.model.parameters() if p.grad is not None]
     if gradients:
-        # The same formula as in torch: 1e-6 avoids a division by zero. The factor stays on the
-        # device, so the host does not wait.
+        # This is torch's formula: 1e-6 avoids a division by zero. The factor stays on the device,
+        # so the host does not wait for the device.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm

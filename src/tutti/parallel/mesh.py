@@ -1,4 +1,4 @@
-"""Mesh: the ranks of a world arranged by a layout, and the process groups along its axes.
+"""Mesh: the ranks of a world, arranged by a layout, and the process groups along the mesh axes.
 
 The ranks, sorted by node, are arranged in an array of shape pp × dp × shard × tp. Ranks that differ
 in only one coordinate form a group. The layout `dp2.tp2` in a world of 4 ranks:
@@ -30,7 +30,8 @@ class Mesh:
         self.layout = layout
         self.world = world
         nodes = gather_json(world.node) if world.nodes > 1 else [0] * world.size
-        # Sort by node, because some launchers assign consecutive ranks to different nodes.
+        # Ranks are sorted by node, because some launchers assign consecutive ranks to different
+        # nodes.
         by_node = sorted(range(world.size), key=lambda rank: (nodes[rank], rank))
         shape = [getattr(layout, axis) for axis in AXES]
         self.ranks = torch.tensor(by_node, device="cpu").view(shape)
@@ -45,7 +46,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's part of the batch, which has `layout.data_ranks` parts."""
+        """The index of this rank's part of the batch. The batch has `layout.data_ranks` parts."""
         return self.rank("dp") * self.layout.shard + self.rank("shard")
 
     @cached_property
@@ -69,9 +70,9 @@ class Mesh:
     def batchnorm_group(self) -> dist.ProcessGroup:
         """The process group for the collectives of batch norms, with the ranks of the data group.
 
-        All ranks must read this property. If the layout has only replicas, batch norms get their
-        own group: DDP all-reduces gradients in another order on a rank that did not use some
-        parameters, but the collectives of one group must have the same order on all ranks.
+        All ranks must read this property. The collectives of one group must have the same order on
+        all ranks. DDP all-reduces gradients in a different order on a rank that did not use some
+        parameters. So if the layout has only replicas, batch norms get their own group.
         """
         return dist.new_group() if self.layout.only_replicas else self.data_group
 
@@ -95,7 +96,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor: its offset and size in each dim."""
+    """A rectangular part of a tensor, given by its offset and size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -110,14 +111,14 @@ def shard_and_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
     if len(chunks) != 1:
         raise UsageError(
             f"a tensor of shape {shape} has {len(chunks)} shards on one rank, but checkpoints "
-            "support only one. Use the placements Shard and Replicate."
+            "support only one shard per rank. Use the placements Shard and Replicate."
         )
     local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.detach(), Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def replicated_axes(tensor: torch.Tensor, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes among dp, shard and tp along which ranks hold equal values of `tensor`."""
+    """Return the axes (of dp, shard and tp) along which ranks hold equal values of `tensor`."""
     split: set[str] = set()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()

@@ -3,9 +3,11 @@
 Activation checkpointing frees activations after forward and recomputes them for backward:
 
 none        every activation of every layer is kept
-selective   outputs of matrix products and attention, which are the most expensive to compute, are
-            kept; norms, activation functions and residuals, which need most memory, are recomputed
-full        only the input of each block is kept; forward runs twice, which costs a third more FLOPs
+selective   outputs of matrix products and attention are kept, because they are the most expensive
+            to compute. Norms, activation functions and residuals are recomputed, because they need
+            the most memory
+full        only the input of each block is kept. Forward runs twice, so a step has a third more
+            FLOPs
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +39,13 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
-# Each batch size may need its own graph: full and last batches, in training and in evaluation.
+# The number of batch sizes that may need their own graphs: full batches and last batches, in
+# training and in evaluation.
 _BATCH_SIZES = 4
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, which are the units of recomputation, compilation and sharding.
+    """Return the blocks of a model. Each is recomputed, compiled and sharded as one unit.
 
     A block is a child of a ModuleList, ModuleDict or Sequential, and has parameters. torch's own
     layers are not blocks, except its transformer layers. Blocks inside other blocks are left out.
@@ -67,15 +70,15 @@ def compile_blocks(
 ) -> None:
     """Compile each block separately, in place. Equal blocks share one graph.
 
-    With one graph of the whole model, DDP would get all gradients at the end of backward, and could
-    not overlap communication with backward. With `forward_only`, only the current forward of a
-    block is compiled, and not code that wraps this forward later.
+    If the whole model were one graph, DDP would get all gradients at the end of backward, and could
+    not overlap communication with backward. If `forward_only` is true, only the current forward of
+    a block is compiled, without code that wraps this forward later.
     """
-    # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13). Therefore
+    # A graph with a dynamic batch size fails for DTensors (RecursionError in torch 2.13). Therefore
     # each batch size has its own graph if tp is used.
     dynamic = False if any(isinstance(p, DTensor) for p in model.parameters()) else None
     blocks = repeated_blocks(model) or [model]
-    # Blocks of different sizes have their own graphs. The compiler compiles at most
+    # Blocks of different sizes have different graphs, and the compiler creates at most
     # `recompile_limit` graphs.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _BATCH_SIZES * len(blocks))
@@ -92,14 +95,15 @@ def recompute_activations(model: nn.Module, mode: Recompute) -> None:
         return
     for block in repeated_blocks(model):
         norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        # Blocks without norms get the same `contexts` object, so that equal blocks share a graph.
+        # All blocks without norms get the same `contexts` object, so that equal blocks share a
+        # graph.
         contexts = partial(_contexts, mode, norms) if norms else _WITHOUT_NORMS[mode]
         block.forward = _recomputed(block.forward, contexts)
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    # The compiler can trace this function. If the block's forward were torch's checkpoint itself,
-    # the compiler would break the graph there.
+    # The compiler can trace through this function. If the block's forward were torch's `checkpoint`
+    # itself, it would cause a graph break.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -123,7 +127,7 @@ _WITHOUT_NORMS = {mode: partial(_contexts, mode, ()) for mode in get_args(Recomp
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Context of a recomputation, in which norms do not count the batch a second time.
+    """Context of a recomputation: norms do not update their running statistics a second time.
 
     The recomputation updates copies of the running statistics, and the copies are then discarded.
     Each half of a split backward (zero-bubble) enters this context once.

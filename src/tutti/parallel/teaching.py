@@ -1,30 +1,32 @@
-"""Engines and layers for teaching, written with plain collectives.
+"""Engines and layers for teaching, implemented with plain collectives.
 
 Scratch: data parallelism with an all-reduce after backward (`--engine scratch`)
 ---------------------------------------------------------------------------------
 Rank 0 broadcasts its parameters. Then, in every step, each rank runs forward and backward on its
-part of the batch, gradients are summed over the ranks, and every rank makes the same update. The
-sum is either one all-reduce per gradient (each), or one all-reduce of a buffer that contains all
-gradients (grouped). Every collective has a latency, so with P parameters the times are:
+part of the batch, gradients are summed over the ranks, and every rank makes the same update.
+Gradients are summed with one all-reduce per gradient (`each`), or with one all-reduce of a buffer
+that contains all gradients (`grouped`). Every collective has a latency, so with P parameters the
+times are:
 
     each      P × (latency + bytes / (P × bandwidth))  =  P × latency + bytes / bandwidth
     grouped                                                   latency + bytes / bandwidth
 
 LayersOnRanks: a model split by layers, without microbatches
 ------------------------------------------------------------
-        rank 0   F . . . . . . B          Of p ranks, p - 1 are idle at any time: a step takes as
+        rank 0   F . . . . . . B          At any time, only one rank computes. So a step takes as
         rank 1   . F . . . . B .          long as on one device, but a rank needs less memory. A
         rank 2   . . F . . B . .          pipeline cuts the batch into microbatches, so that rank 0
         rank 3   . . . F B . . .          starts the next microbatch while rank 1 computes.
 
 ColumnLinear, RowLinear: a linear layer y = x W + b split within the layer
 --------------------------------------------------------------------------
-        column split   W = [W0 | W1]       each rank computes some columns of y from all of x;
-                                           an all-gather concatenates them
+        column split   W = [W0 | W1]       each rank computes some columns of y from all of x.
+                                           An all-gather concatenates the columns
         row split      W = [W0 / W1]       each rank takes some columns of x and computes one term
-                                           of each element of y; an all-reduce adds the terms
+                                           of each element of y. An all-reduce adds the terms
 
-A column split followed by a row split needs no communication in between: see tensor.py.
+A column split followed by a row split needs no communication between the two layers (see
+tensor.py).
 """
 
 from collections.abc import Callable
@@ -84,7 +86,7 @@ def all_reduce_each(tensors: list[Tensor]) -> None:
 
 
 class DataParallel(Engine):
-    """torch's DataParallel: one process drives all visible devices.
+    """torch's DataParallel: one process uses all visible devices.
 
     Every forward copies the parameters to all devices. Every backward sums the gradients on the
     first device.
@@ -113,7 +115,7 @@ class LayersOnRanks:
     _output: Tensor
 
     def __init__(self, model: nn.Module, group: Group = None) -> None:
-        """`model` is the same whole model on every rank. Layers of other ranks are removed."""
+        """`model` is the whole model, equal on every rank. Layers of other ranks are removed."""
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.ranks - 1
@@ -151,12 +153,12 @@ class LayersOnRanks:
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer in which each rank computes some outputs and then gets all outputs."""
+    """A linear layer in which each rank computes some of the outputs, and an all-gather follows."""
 
     def __init__(self, whole: nn.Linear, group: Group = None) -> None:
         super().__init__()
         self.group = group
-        # nn.Linear stores Wᵀ (outputs × inputs): the rows of Wᵀ are the columns of W.
+        # nn.Linear stores Wᵀ (outputs × inputs), so the columns of W are the rows of Wᵀ.
         self.weight = nn.Parameter(own_slice(whole.weight, 0, group))
         self.bias = None if whole.bias is None else nn.Parameter(own_slice(whole.bias, 0, group))
 
@@ -168,7 +170,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer in which each rank uses some inputs; outputs are summed over the ranks."""
+    """A linear layer in which each rank uses some of the inputs, and an all-reduce follows."""
 
     def __init__(self, whole: nn.Linear, group: Group = None) -> None:
         super().__init__()
@@ -184,18 +186,18 @@ class RowLinear(nn.Module):
 
 
 def own_slice(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
-    """Return a copy of this rank's part of a tensor, which is split evenly along `dim`."""
+    """Return a copy of this rank's part of a tensor. The tensor is split evenly along `dim`."""
     ranks = dist.get_world_size(group)
     if tensor.size(dim) % ranks:
         raise ValueError(
-            f"{tensor.size(dim)} channels cannot be split evenly over {ranks} ranks: use a number "
-            f"that {ranks} divides, such as {-(-tensor.size(dim) // ranks) * ranks}"
+            f"{tensor.size(dim)} channels cannot be split evenly over {ranks} ranks: use a "
+            f"multiple of {ranks}, such as {-(-tensor.size(dim) // ranks) * ranks}"
         )
     return tensor.detach().chunk(ranks, dim)[dist.get_rank(group)].clone()
 
 
 class _Operation(Function):
-    """An operation on activations; backward applies another operation to the gradient.
+    """An operation on activations. Backward applies a different operation to the gradient.
 
     forward             backward
     identity            sum           each rank has one term of the gradient of x
