@@ -1,1 +1,1 @@
-"""One self-contained HTML page from runs, scaling results and result files."""
+"""`tutti report`: one self-contained HTML page from runs, scaling results and result files."""

@@ -4,13 +4,13 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
 const system = matchMedia("(prefers-color-scheme: dark)");
 const phone = matchMedia("(max-width: 519px)");
-let chosen = null; // the theme chosen with the button, or null to follow the system
-// The choices for training curves, and the number of the chosen variant (step) of other figures.
+let chosen = null; // the theme chosen with the button, or null for the theme of the system
+// The reader's choices for training curves, and the index of the chosen variant of other figures.
 const curves = { x: "step", log: false, smoothing: 0, hidden: new Set() };
 const variant = {};
 
-// Returns the data and layout of the chosen variant of a figure. Training curves have the x axis,
-// smoothing and runs that the reader chose.
+// Returns the data and layout of the chosen variant of a figure. For training curves, the x axis,
+// the smoothing and the runs are those that the reader has chosen.
 function current(id) {
   const figure = figures[id];
   const shown = figure.variants[variant[id] || 0];
@@ -31,7 +31,7 @@ function current(id) {
     yaxis: { ...yaxis, ...logarithmic, uirevision: curves.log } } };
 }
 
-// Exponential moving average, corrected for its start at 0.
+// Returns an exponential moving average, corrected for the initial value of 0.
 function smoothed(values) {
   let mean = 0, weight = 0;
   return values.map((value) => {
@@ -42,8 +42,8 @@ function smoothed(values) {
   });
 }
 
-// Ticks at 1, 2 and 5 times powers of ten, over many decades at powers of ten, and within a small
-// range at equal distances. There are at most 9 ticks, so that labels do not overlap.
+// Returns at most 9 ticks, so that labels do not overlap. Ticks are at 1, 2 and 5 times powers of
+// ten. Over many decades, they are only at powers of ten. In a small range, they are equidistant.
 function logTicks(data) {
   let low = Infinity, high = 0;
   for (const value of data.flatMap((trace) => trace.y)) {
@@ -66,7 +66,7 @@ function logTicks(data) {
   return { tickmode: "array", tickvals: ticks, ticktext: ticks.map((tick) => String(+tick.toPrecision(6))) };
 }
 
-// Returns data and layout of a figure in the colours of the theme and for the width of the page.
+// Returns the data and layout of a figure with the colours of the theme and the given width.
 function themed(figure, width) {
   const css = getComputedStyle(root);
   const [ink, soft, line, card, heat, cold] = ["ink", "soft", "line", "card", "heat", "cold"].map(
@@ -88,7 +88,7 @@ function themed(figure, width) {
     legend: { orientation: "h", x: 0, y: 1.01, xanchor: "left", yanchor: "bottom",
       traceorder: "normal", font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
   };
-  // A legend of several lines makes the plot taller, not the bars smaller.
+  // If the legend has several lines, increase the height, so that the bars do not become smaller.
   const names = figure.data.filter((trace) => trace.showlegend !== false).map((trace) => trace.name);
   const longest = 45 + 7 * Math.max(0, ...names.map((name) => (name || "").length));
   const lines = Math.ceil(names.length / Math.max(1, Math.floor((width - 80) / longest)));
@@ -125,7 +125,7 @@ function themed(figure, width) {
   return [data, layout];
 }
 
-// Drops each label of a logarithmic axis that would touch the previous label.
+// Removes each label of a logarithmic axis that would overlap the previous label.
 function spaced(axis, pixels, sizeOf) {
   if (axis.type !== "log" || !axis.ticktext || axis.tickvals.length < 2) return {};
   const [first, last] = [axis.tickvals[0], axis.tickvals[axis.tickvals.length - 1]].map(Math.log);
@@ -156,7 +156,7 @@ function draw(only = () => true) {
   }
 }
 
-// The theme attribute is always set. Pictures and plots use its colours.
+// The attribute data-theme is always set. It selects the pictures and the colours of plots.
 const button = document.getElementById("theme");
 function setTheme(theme) {
   root.dataset.theme = theme;
@@ -174,7 +174,8 @@ setTheme(currentTheme());
 new ResizeObserver(() => draw(
   (id, plot) => plot.clientWidth && plot.clientWidth !== plot.layout.width)).observe(document.body);
 
-// The first controls apply to all training curves. A figure with several variants has its own.
+// The controls of the section apply to all training curves. A figure with several variants has its
+// own control.
 let waiting = false;
 document.querySelector(".controls")?.addEventListener("input", (event) => {
   const { name, value, checked } = event.target;
@@ -194,7 +195,7 @@ for (const select of document.querySelectorAll("select.variant")) {
   });
 }
 
-// Tables: a click on a column title sorts the rows by that column, a second click reverses them.
+// A click on a column title sorts the rows by this column. A second click reverses the order.
 const cell = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent;
 const words = new Intl.Collator(undefined, { numeric: true });
 function compare(a, b) {
@@ -213,7 +214,7 @@ for (const head of document.querySelectorAll("th")) {
   });
 }
 
-// Copied numbers have all digits, but the numbers on the page are rounded.
+// The copied table has numbers with all digits. The numbers on the page are rounded.
 for (const copy of document.querySelectorAll(".copy")) {
   copy.addEventListener("click", async () => {
     const table = copy.parentNode.querySelector("table");
@@ -233,7 +234,7 @@ for (const copy of document.querySelectorAll(".copy")) {
   });
 }
 
-// A printed page has the light theme, a fixed width and open tables.
+// A printed page has the light theme, a fixed width and expanded tables.
 let opened = [];
 addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not(.long):not([open])")];

@@ -1,8 +1,8 @@
-"""Builds the page, which is one HTML file that requests nothing from the network.
+"""Build the page: one HTML file that loads nothing from the network.
 
-Text from a file cannot run as code. The template escapes all text, and figures are embedded as JSON
-that cannot close its script tag. The content security policy of the page forbids all requests, and
-allows only two scripts, which it identifies by their hashes.
+Text from a result file cannot run as code. The template escapes all text, and figures are embedded
+as JSON that cannot close its script tag. The content security policy of the page forbids all
+requests, and allows only two scripts, which are identified by their hashes.
 """
 
 import base64
@@ -27,8 +27,8 @@ from tutti.report.sources import ReportSources, Run
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
-# (title, kind of sources (see `select`), functions that make figures of each source). To add a
-# figure, write a generator and list it here.
+# (title of the section, kind of sources, functions that yield the figures of a source). `select`
+# describes the kinds. To add a figure, write a generator function and list it here.
 SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...] = (
     ("Runs", "runs", (training_curves.runs_table, training_curves.step_comparison)),
     (
@@ -63,16 +63,16 @@ SECTIONS: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[Any]], ...]], ...
 )
 # Tables with more rows stay collapsed when the page is printed.
 _LONG_TABLE = 60
-# These errors mean that a value in a file has a wrong type. In this case, no page is written. A
-# KeyError is not listed, because a file of an older version may lack a key. Then only the figure is
-# omitted, and the page has a note.
+# These exceptions mean that a value in a file has a wrong type. In this case, no page is written.
+# KeyError is not listed, because a file of an older version may lack a key. In that case, only the
+# figure is omitted, and the page has a note.
 _WRONG_TYPE = (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
 def select(sources: ReportSources, kind: str) -> Sequence[Any]:
     """Return the sources of a section.
 
-    `kind` is runs, profiled, all, other, or the names of schemas, separated by spaces.
+    `kind` is "runs", "profiled", "all", "other", or names of schemas, separated by spaces.
     """
     if kind == "runs":
         return [sources.runs]
@@ -87,7 +87,7 @@ def select(sources: ReportSources, kind: str) -> Sequence[Any]:
 
 
 def check_installed() -> None:
-    """Raise UsageError, before anything is read, if jinja2 or plotly is not installed."""
+    """Raise UsageError if jinja2 or plotly is not installed. Call this before files are read."""
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
@@ -137,7 +137,7 @@ def build_page(sources: ReportSources) -> str:
 
 
 def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the variables of the template page.html for each section."""
+    """Yield the template variables of each section (see page.html)."""
     count = 0
     for number, (title, kind, makers) in enumerate(SECTIONS):
         groups = []
@@ -163,19 +163,20 @@ def _without_damage(
 ) -> Iterator[Any]:
     """Yield the items of `make(source)`.
 
-    If the source lacks a key, stop and add a note. If a value has a wrong type, raise UsageError.
+    If a key is missing in the source, stop and add a note. If a value has a wrong type, raise
+    UsageError.
     """
     try:
         yield from make(source)
     except KeyError as error:
         notes.append(
-            f"{what}: a part is omitted, because the file has no key {error}. Perhaps an older "
-            "version of tutti wrote the file."
+            f"{what}: a part is omitted, because the file has no key {error}. An older version of "
+            "tutti may have written the file."
         )
     except _WRONG_TYPE as error:
         path = next((part.path for part in _parts(source) if _fails(make, source, part)), what)
         raise UsageError(
-            f"{path}: a value has a wrong type or form ({error}): run the command that wrote the "
+            f"{path}: a value has a wrong type or form ({error}). Run the command that wrote the "
             "file again"
         ) from None
 
@@ -207,12 +208,12 @@ def _fails(make: Callable[[Any], Iterator[Any]], whole: Any, part: Any) -> bool:
 def _check_shown(
     sources: ReportSources, sections: Sequence[dict[str, Any]], notes: Sequence[str]
 ) -> None:
-    """Raise UsageError if a result file has no figure at all."""
+    """Raise UsageError if the page has no figure for one of the result files."""
     shown = [id(group["source"]) for section in sections for group in section["groups"]]
     for result in sources.results:
         if id(result) not in shown:
             reason = next(
-                (note for note in notes if f" of {result.name}: " in note), "it has no rows"
+                (note for note in notes if f" of {result.name}: " in note), "the file has no rows"
             )
             raise UsageError(f"{result.path} has nothing to report: {reason}")
 
@@ -224,7 +225,7 @@ def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def show(cell: Any) -> str:
-    """Return a table cell as text. Floats have four digits, without an exponent if possible."""
+    """Return a table cell as text. Floats have four digits and, if possible, no exponent."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -241,7 +242,7 @@ def show(cell: Any) -> str:
 
 
 def script_json(content: Any) -> str:
-    """Return JSON that cannot end its script tag, because `</script>` and `<!--` cannot occur."""
+    """Return JSON without `<`, `>` and `&`, so that it cannot close its script tag."""
     text = json.dumps(content, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -249,14 +250,14 @@ def script_json(content: Any) -> str:
 
 
 def _flags(text: str) -> Any:
-    """Return escaped text with command-line flags in <code>, so that no line breaks in a flag."""
+    """Return escaped text with command-line flags in <code>, which the page does not wrap."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<![\w-])--[a-z][\w-]*", r"<code>\g<0></code>", str(escape(text))))
 
 
 def _svg_data_url(svg: str) -> str:
-    """Return the URL of an SVG image, which cannot run scripts or change the style of the page."""
+    """Return a data URL of an SVG. As an image, an SVG cannot run scripts or change page styles."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

@@ -1,8 +1,8 @@
-"""Figures (a plot or a picture with a table of its numbers), colours, axes and plotly traces.
+"""Figures, colours, axes and plotly traces. A figure is a plot or a picture, with a table.
 
 Plots are plain dictionaries for plotly.js. All text is escaped before the page is written, except
-templates (`hovertemplate`, `texttemplate`), in which plotly interprets tags. Templates never
-contain text from files.
+the templates `hovertemplate` and `texttemplate`, in which plotly interprets HTML tags. Templates
+never contain text from files.
 """
 
 import html
@@ -16,11 +16,11 @@ from typing import Any
 
 from tutti.measure.units import format_bytes
 
-# Maximum number of points in a curve and of rows in its table, so that the page stays small.
+# Maximum number of points in a curve and of rows in its table, to limit the size of the page.
 MAX_POINTS = 400
 
-# Colours for marks that are neither a part of a step nor a cause of lost efficiency. colours.toml
-# uses the same values.
+# Colours for all marks except the parts of a step and the causes of lost efficiency. colours.toml
+# has the same values.
 BLUE, SKY, ORANGE, VERMILION = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 GREEN, PURPLE, GREY = "#009e73", "#cc79a7", "#7d8590"
 _STYLE = tomllib.loads(Path(__file__).with_name("colours.toml").read_text())
@@ -37,14 +37,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of numbers, which the page rounds. `head` has the titles of columns, with units."""
+    """A table of exact numbers. The page shows rounded numbers. `head` has the column titles."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column holds only numbers."""
+        """For each column, whether it contains only numbers."""
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
         kinds = ({type(cell) for cell in column} for column in columns)
         return [kind <= {int, float, type(None)} for kind in kinds]
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot or pictures, with a table. Without traces and pictures, only the table is shown."""
+    """A plot or pictures, with a table. If there is neither, only the table is shown."""
 
     title: str
     description: str
@@ -60,24 +60,24 @@ class Figure:
     traces: Sequence[dict[str, Any]] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[str, str] | None = None
-    """An SVG for the light theme of the page, and an SVG for the dark theme."""
+    """(SVG for the light theme of the page, SVG for the dark theme)."""
     half_width: bool = False
-    """Whether the figure has half the width of a wide page."""
+    """Whether the figure takes half of the width of a wide page."""
     x_axes: Mapping[str, str] = field(default_factory=dict)
-    """Titles of the x axes that the reader can choose for training curves, by key.
+    """{key: title} of the x axes that the reader can choose for training curves.
 
     The x values of a trace are in `x` for the key "step", and in `xs[key]` for any other key.
     """
     variants: Mapping[str, tuple[Sequence[dict[str, Any]], Mapping[str, Any]]] = field(
         default_factory=dict
     )
-    """The (traces, layout) of each variant that the reader can choose, by name.
+    """{name: (traces, layout)} of the variants that the reader can choose.
 
     The first variant has the same data as `traces` and `layout`.
     """
 
     def __post_init__(self) -> None:
-        """Raise TypeError if a value is not a number, which plotly would draw as a category."""
+        """Raise TypeError if a value is not a number. plotly would draw it as a category."""
         labels = self.layout.get("yaxis", {}).get("type") == "category"
         for trace in self.traces:
             across = labels or trace.get("orientation") == "h"
@@ -91,8 +91,8 @@ class Figure:
 def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
     """Return the value of `source` in each row.
 
-    A source is a path such as `time_us.p50` or `spread.0`. It may have a factor, as in `100*share`.
-    If a path ends in `?`, rows without this path have the value None.
+    `source` is a path such as `time_us.p50` or `spread.0`. It may have a factor, as in `100*share`.
+    If it ends in `?`, the value is None in rows without this path.
     """
     factor, _, path = source.rpartition("*")
     optional = path.endswith("?")
@@ -125,7 +125,10 @@ def figure(
     variants: Mapping[str, tuple[Sequence[dict[str, Any]], Mapping[str, Any]]] | None = None,
     **words: object,
 ) -> Figure:
-    """Return a figure with the texts of `key` in figures.toml, into which `words` are inserted."""
+    """Return a figure with the texts of `key` in figures.toml.
+
+    `words` replace the names in braces in the texts.
+    """
     texts = _TEXTS[key]
     keys = ("title", "description", "columns")
     title, description, columns = (texts[name].format(**words) for name in keys)
@@ -139,12 +142,12 @@ def figure(
 
 
 def count(number: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 rank` or `2 ranks`."""
+    """Return a count with its noun, such as "1 rank" or "2 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Group the rows by `key(row)`. Groups are in the order of their first rows."""
+    """Return {key(row): rows with this key}, in the order of the first row of each group."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -152,7 +155,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 
 def plotly_data(figure: Figure) -> dict[str, Any]:
-    """Return the data and layout that the page's script draws, with all text escaped."""
+    """Return the data and layout for the script of the page, with all text escaped."""
     variants = [
         {"data": _escape(list(traces)), "layout": _escape(dict(layout))}
         for traces, layout in figure.variants.values() or [(figure.traces, figure.layout)]
@@ -175,7 +178,7 @@ def _escape(value: Any, key: str = "") -> Any:
 def bar(
     name: str, labels: Sequence[str], values: Sequence[Any], colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """Return a horizontal bar for each label."""
+    """Return a trace with one horizontal bar per label."""
     return {
         "type": "bar",
         "orientation": "h",
@@ -191,9 +194,9 @@ def bar(
 def curve(
     name: str, number: int, x: Sequence[Any], y: Sequence[Any], hover: str = "", **more: Any
 ) -> dict[str, Any]:
-    """Return points joined by lines, in the colour and with the symbol of series `number`.
+    """Return a trace of points joined by lines, with the colour and symbol of series `number`.
 
-    `hover` is a plotly template. Without one, plotly shows both coordinates.
+    `hover` is a plotly template. Without a template, plotly shows both coordinates.
     """
     colour = _SERIES_COLOURS[number % len(_SERIES_COLOURS)]
     symbol = _SYMBOLS[number % len(_SYMBOLS)]
@@ -212,7 +215,7 @@ def heatmap(
     unit: str,
     hover: str,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (traces, layout). The numbers of a small matrix are printed in the cells."""
+    """Return (traces, layout) of a heatmap. The cells of a small matrix show their numbers."""
     trace = {
         "type": "heatmap",
         "x": columns,
@@ -259,8 +262,8 @@ def log_axis(
 ) -> dict[str, Any]:
     """Return a logarithmic axis with explicit ticks that do not overlap.
 
-    Ticks are at 1, 2 and 5 times the powers of ten (over many decades only at the powers of ten),
-    or at `values` if `at_values` is set.
+    Ticks are at 1, 2 and 5 times the powers of ten. If the axis has more than four decades, ticks
+    are only at the powers of ten. With `at_values`, ticks are at `values`.
     """
     ticks = sorted({value for value in values if value and value > 0})
     if len(ticks) > 1 and not at_values:
@@ -284,7 +287,7 @@ def log_axis(
 def size_curves(
     lines: Mapping[str, Sequence[Row]], source: str, unit: str, **more: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (traces, layout) of the values of `source` over message size, a curve for each group.
+    """Return (traces, layout) of the values of `source` over message size, with a curve per group.
 
     Both axes are logarithmic. The ticks of the x axis are at measured sizes, such as 64 KiB. A
     value of 0 is omitted, because it has no logarithm.
@@ -315,7 +318,7 @@ def size_curves(
 
 
 def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
-    """Return ticks whose distance is at least the fraction `gap` of the logarithmic axis."""
+    """Return ticks with a distance of at least `gap` times the length of the logarithmic axis."""
     spaced: list[float] = []
     for tick in ticks:
         if not spaced or tick >= spaced[-1] * (ticks[-1] / ticks[0]) ** gap:
@@ -326,7 +329,7 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
 def thin(
     points: Sequence[tuple[float, float]], limit: int = MAX_POINTS
 ) -> list[tuple[float, float]]:
-    """Return at most `limit` points. Each is the mean of a group of neighbouring points."""
+    """Return at most `limit` points. Each point is the mean of a group of adjacent points."""
     size = max(1, -(-len(points) // limit))
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]

@@ -1,8 +1,9 @@
-"""Finds and reads the sources of a page: run directories, scaling folders, result files.
+"""Find and read the sources of a page: run directories, scaling folders and result files.
 
-A path that the user names must exist and be a file or folder of tutti. In a run directory, files
-may be missing. A damaged file is omitted, and a note on the page names the file. No page is written
-if a path has nothing that can be read, or if a file has an unknown version.
+Each path on the command line must exist, and must be a file or folder that tutti has written. In a
+run directory, files may be missing. A damaged file in a run directory is omitted, and a note on the
+page names the file. No page is written if a path has no readable content, or if a file has an
+unknown version.
 """
 
 import json
@@ -23,14 +24,14 @@ ACCEPTED = (
     "a run directory of `tutti train`, a folder of `tutti profile` or `tutti scale`, "
     "or a file written by --json"
 )
-# A trace has one of these keys in its first bytes. So a trace is recognized without reading its
-# events, which may be gigabytes.
+# A trace has one of these keys in its first bytes. A trace is recognized by these keys, without
+# reading its events, because the events may have gigabytes.
 _TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
 @dataclass
 class Run:
-    """One training run or one profiled program. Absent parts are empty."""
+    """One training run or one profiled program. If a file is missing, its field is empty."""
 
     name: str
     """A name that is unique on the page."""
@@ -39,16 +40,17 @@ class Run:
     """The flattened recipe, with keys such as `optimization.lr`."""
     summary: dict[str, Any] = field(default_factory=dict)
     started: dict[str, Any] = field(default_factory=dict)
-    """The content of environment.json: command, environment, world, git."""
+    """The content of environment.json: command, environment, world and git state."""
     metrics: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """The rows of the metrics file of each rank."""
+    """{rank: rows of the rank's metrics file}."""
     profile: dict[str, Any] | None = None
     explanation: Explanation | None = None
     """The analysis of the traces, or None if there are no traces."""
     of_scaling: bool = False
-    """Whether the run is one of the repeats in a folder of `tutti scale`."""
+    """Whether the run is a repeat in a folder of `tutti scale`."""
     in_detail: bool = True
-    """Whether the steps are shown. In a scaling folder, only for the run with the most ranks."""
+    """Whether the page shows the steps of the run. In a scaling folder, this is True only for the
+    run with the most ranks."""
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
@@ -58,12 +60,12 @@ class Run:
 
 @dataclass
 class Result:
-    """A JSON file that a command wrote."""
+    """A JSON result file of a tutti command."""
 
     name: str
     path: Path
     schema: str
-    """The schema without its version, such as tutti.bench.collectives."""
+    """The schema without its version, such as "tutti.bench.collectives"."""
     content: dict[str, Any]
 
     @property
@@ -72,13 +74,13 @@ class Result:
 
 
 def recorded(source: Run | Result, key: str) -> Any:
-    """Return the first recorded value of a key (environment or command), or None."""
+    """Return the first recorded value of a key ("environment" or "command"), or None."""
     return next((found for doc in source.documents if (found := doc.get(key))), None)
 
 
 @dataclass
 class ReportSources:
-    """Everything that a page shows."""
+    """The content of a page: runs, results and notes."""
 
     title: str = "report"
     runs: list[Run] = field(default_factory=list)
@@ -99,7 +101,7 @@ class ReportSources:
 
 
 def read_sources(paths: Sequence[Path]) -> ReportSources:
-    """Return the content of all paths. Raise UsageError for a path with nothing to report."""
+    """Return the content of all paths. Raise UsageError if a path has nothing to report."""
     names = [path.resolve().name if path.is_dir() else path.stem for path in paths]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     sources = ReportSources(", ".join(names[:3]) + rest)
@@ -111,8 +113,8 @@ def read_sources(paths: Sequence[Path]) -> ReportSources:
             _read_file(path, sources)
         if len(sources.all) == count:
             raise UsageError(f"{path} has nothing to report. Use {ACCEPTED}.")
-    # Sources with equal names get the name of their folder as a prefix. Sources whose names are
-    # still equal also get a number.
+    # If several sources have the same name, add the name of the parent folder as a prefix. If the
+    # names are still equal, also add a number.
     count_of = Counter(source.name for source in sources.all)
     for source in sources.all:
         if count_of[source.name] > 1:
@@ -162,7 +164,7 @@ def _add_result(
 ) -> str | None:
     """Add a result file to the sources. Return its schema, or None if the file has no tutti schema.
 
-    With `skip_profile`, the JSON of a profile is ignored, because the traces are read instead.
+    With `skip_profile`, the JSON of `tutti profile` is ignored, because the traces are read.
     """
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, str) or not schema.startswith("tutti."):
@@ -188,7 +190,7 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
     run.started = _read_object(path / "environment.json", sources)
     names = {file: re.fullmatch(r"rank(\d+)", file.stem) for file in (path / "metrics").glob("*")}
     for rank, file in sorted((int(name[1]), file) for file, name in names.items() if name):
-        # The page shows all metrics of the first rank, but only the waiting time of other ranks.
+        # The page shows all metrics of the first rank, but only the waiting time of all others.
         only = "wait_fraction" if run.metrics else ""
         run.metrics[rank] = _read_metrics(file, sources, only)
     try:
@@ -208,7 +210,7 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
 def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources) -> None:
     """Read one repeat for each combination of swept flags and number of ranks.
 
-    If scale.json names the folder of a repeat, this repeat is read. Otherwise the first repeat is
+    If scale.json names the folder of a repeat, that repeat is read. Otherwise, the first repeat is
     read.
     """
     rows = [*(content.get("rows") or []), *(content.get("sweep") or [])]
@@ -238,8 +240,8 @@ def _check_version(path: Path, content: dict[str, Any]) -> None:
     schema, _, version = str(content.get("schema", "")).partition("/")
     if schema.startswith("tutti.") and version not in ("", "1"):
         raise UsageError(
-            f"{path}: its schema is {schema}/{version}, and this version of tutti reads "
-            f"{schema}/1: install the version of tutti that wrote the file"
+            f"{path}: the schema is {schema}/{version}, but this version of tutti reads only "
+            f"{schema}/1. Install the version of tutti that wrote the file"
         )
 
 
@@ -268,11 +270,11 @@ def _read_object(
 
 
 def _read_metrics(path: Path, sources: ReportSources, only: str = "") -> list[dict[str, Any]]:
-    """Return the rows of a metrics file. If `only` is given, return only rows with this key."""
+    """Return the rows of a metrics file. With `only`, return only the rows with this key."""
     rows, damaged = [], 0
     with path.open(errors="replace") as file:
         for line in file:
-            if only not in line:  # parsing the lines of all ranks would be slow
+            if only not in line:  # skip the line before parsing, because parsing is slow
                 continue
             try:
                 row = json.loads(line)
@@ -286,7 +288,7 @@ def _read_metrics(path: Path, sources: ReportSources, only: str = "") -> list[di
                 damaged += 1
     if damaged and not rows:
         raise UsageError(
-            f"{path}: no line has a `step` and numbers: is this a file of tutti train?"
+            f"{path}: no line has a `step` and numbers. Use a metrics file of tutti train"
         )
     if damaged:
         sources.notes.append(f"{path}: {damaged} damaged lines are omitted")
@@ -298,9 +300,9 @@ def _traces_in(path: Path) -> list[Path]:
 
 
 def _is_trace(path: Path) -> bool:
-    """Return whether the first bytes of a file show that it is the trace of one rank.
+    """Return whether a file is the trace of one rank, according to its first bytes.
 
-    Every gzipped file counts as a trace.
+    Every gzip file counts as a trace.
     """
     if path.name.startswith(".") or not path.is_file() or is_merged(path):
         return False
@@ -313,7 +315,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one dictionary, with keys such as `time_us.p50`."""
+    """Return nested dictionaries as one dictionary with dotted keys such as `time_us.p50`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The top of a report page: a summary in sentences, and a few large numbers."""
+"""The top of a report page: a summary in sentences, and tiles with large numbers."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -10,7 +10,7 @@ from tutti.report.sources import ReportSources, Result, Run, recorded
 
 Rows = list[dict[str, Any]]
 
-# The parts of a step in which a rank does not compute, and their names in the summary.
+# {part of a step in which a rank does not compute: name in the summary}
 LOST_PARTS = {
     "exposed": "exposed communication",
     "wait": "waiting for ranks",
@@ -18,18 +18,18 @@ LOST_PARTS = {
     "input": "waiting for input",
     "host_gap": "gaps",
 }
-_MAX_RUNS = 3  # if there are more runs, the summary gives only their number
+_MAX_RUNS = 3  # with more runs, the summary states only the number of runs
 
 
 class KeyNumbers(NamedTuple):
-    """The key numbers of a run. Unknown numbers are None, and shares are means over ranks."""
+    """The main numbers of a run. Unknown numbers are None. Shares are means over ranks."""
 
     ranks: int | None
     backend: str | None
     step_s: float | None
     computing: float | None  # share of the step in which ranks compute
     largest_loss: tuple[str, float]  # the part in LOST_PARTS with the largest share of the step
-    late: dict[str, Any] | None  # the straggler that the advice names
+    late: dict[str, Any] | None  # the row of the straggler that the advice names
 
 
 def key_numbers(run: Run) -> KeyNumbers:
@@ -48,7 +48,7 @@ def key_numbers(run: Run) -> KeyNumbers:
 
 
 def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, float]]:
-    """Return (step, value) pairs of a metric on one rank, by default the lowest rank."""
+    """Return (step, value) pairs of a metric of one rank. The default is the lowest rank."""
     if not run.metrics:
         return []
     rows = run.metrics.get(min(run.metrics) if rank is None else rank, [])
@@ -58,7 +58,10 @@ def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, fl
 
 
 def scale_rows(result: Result) -> dict[str, Rows]:
-    """Return the rows of a scaling result by swept flags. Rows are sorted by number of ranks."""
+    """Return {swept flags: rows sorted by number of ranks} of a scaling result.
+
+    Rows without swept flags have the key "".
+    """
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
         if "efficiency" in row:
@@ -67,13 +70,13 @@ def scale_rows(result: Result) -> dict[str, Rows]:
 
 
 def best_scale_rows(result: Result) -> Rows:
-    """Return the rows of the series with the highest throughput at the largest rank count."""
+    """Return the rows of the flags with the highest throughput at the largest number of ranks."""
     found = scale_rows(result).values()
     return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
 
 
 def learning_rate_rows(result: Result) -> Rows:
-    """Return the sorted rows of a learning rate sweep, which have losses and no efficiency."""
+    """Return the sorted rows of a learning rate sweep. They have losses, but no efficiency."""
     rows = [row for row in result.content.get("sweep") or [] if "final_loss" in row]
     with_rate = [row | {"lr": float(row["flags"]["lr"])} for row in rows]
     return sorted(with_rate, key=lambda row: (row["ranks"], row["lr"]))
@@ -84,7 +87,7 @@ def flags_text(row: dict[str, Any]) -> str:
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Return the name and share of the largest cause of lost efficiency, or ("", 0)."""
+    """Return (name, share) of the largest cause of lost efficiency, or ("", 0)."""
     causes = {name: float(share) for name, share in row["loss"].items() if name != "other"}
     causes |= row.get("other") or {"rest": row["loss"]["other"]}
     named = [name for name in row.get("named", causes) if name in causes]
@@ -98,7 +101,7 @@ def sentences(sources: ReportSources) -> Iterator[str]:
     scalings = sources.of_schema("tutti.scale")
     for result in scalings:
         yield " ".join(_scale_sentences(result))
-    # If the page has a scaling series, describe only the profiled run with the most ranks.
+    # If the page has a scaling result, describe only the profiled run with the most ranks.
     runs = sources.profiled[-1:] if scalings else sources.runs
     if len(runs) <= _MAX_RUNS:
         for run in runs:
@@ -160,8 +163,8 @@ def _run_sentences(run: Run) -> Iterator[str]:
     facts = [count(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
-    # For a scaling result, the summary already shows the median throughput of all repeats. The
-    # throughput of this one repeat would contradict the median.
+    # For a scaling result, the summary already shows the median throughput of all repeats. Do not
+    # show the throughput of this repeat, because it differs from the median.
     if run.summary.get("samples_per_s") is not None and not run.of_scaling:
         facts.append(f"{run.summary['samples_per_s']:,.0f} samples/s")
     if losses := metric(run, "loss"):
@@ -184,7 +187,7 @@ def _run_sentences(run: Run) -> Iterator[str]:
 
 
 class Tile(NamedTuple):
-    """A large number, its name, and the run or ranks to which the number refers."""
+    """A large number, the name of the number, and the run or ranks to which it refers."""
 
     value: str
     name: str
@@ -192,7 +195,7 @@ class Tile(NamedTuple):
 
 
 def tiles(sources: ReportSources) -> Iterator[Tile]:
-    """Yield the large numbers of the scaling result, or else of the first run."""
+    """Yield the tiles of the first scaling result and its profiled run, else of the first run."""
     scalings = sources.of_schema("tutti.scale")
     run = next(iter(sources.profiled[-1:] if scalings else sources.runs[:1]), None)
     for last in best_scale_rows(scalings[0])[-1:] if scalings else []:
@@ -221,5 +224,5 @@ def tiles(sources: ReportSources) -> Iterator[Tile]:
         yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
     elif run.profile is not None and (numbers.ranks or 1) > 1:
         in_turn = any(row["straggler"] for row in run.profile.get("stragglers") or [])
-        about = "ranks wait for each other in turn" if in_turn else "no rank makes others wait"
+        about = "ranks wait for each other in turn" if in_turn else "no rank makes other ranks wait"
         yield Tile("no rank", "is late", f"{about}{where}")

@@ -1,1 +1,1 @@
-"""Figures of the report: functions that yield the figures of one source."""
+"""Functions that yield the figures of the report, for a run or a result file."""

@@ -1,4 +1,4 @@
-"""Figures of benchmarks: collectives, bandwidth of links, symmetric memory, and pairs."""
+"""Figures of benchmarks: collectives, link bandwidth, symmetric memory, and pairs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from tutti.report.sources import Result
 
 
 def collectives(result: Result) -> Iterator[Figure]:
-    """Yield the bus bandwidth and time of every backend over message size, for each operation."""
+    """Yield, for each operation, the bus bandwidth and time of every backend over message size."""
     yield from _collective_curves(result.content["rows"], _sharing_note(result))
 
 
@@ -104,9 +104,9 @@ def _marks(
     hover: str,
     tick: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (traces, layout) of a mark with an error bar for each label.
+    """Return (traces, layout) with one mark and error bar per label.
 
-    `bounds` has (value, low, high) for each label.
+    `bounds` contains (value, low, high) for each label.
     """
     mark = {
         "type": "scatter",

@@ -1,4 +1,4 @@
-"""Figures of parity, topology, checks and environments, and tables of results without figures."""
+"""Figures of parity, topology, checks and environments, and tables of all other results."""
 
 import json
 from collections import Counter
@@ -20,13 +20,13 @@ _STATUS_COLOURS = {
     "skip": plot.GREY,
 }
 _GIB = 1 << 30
-# Keys that differ between ranks of one host or between runs, and so do not identify a machine.
+# Keys that differ between ranks of one host or between runs, so they do not identify a machine.
 _PROCESS_KEYS = ("cpus", "variables")
 _NOT_RESULTS = ("environment", "command", "schema", "world", "places")
 
 
 def parity(result: Result) -> Iterator[Figure]:
-    """Yield the errors of the loss and the gradient of each layout, compared with one device."""
+    """Yield the errors of loss and gradient of each layout, relative to a run on one device."""
     content = result.content
     rows = [row for row in content["rows"] if not row.get("not_applicable")]
     failed = sum(not row["ok"] for row in rows)
@@ -63,9 +63,9 @@ def parity(result: Result) -> Iterator[Figure]:
 
 
 def topology(result: Result) -> Iterator[Figure]:
-    """Yield the picture of `tutti topo`, and every link in a table.
+    """Yield the picture of `tutti topo`, with a table of all links.
 
-    Only machines recorded in the file are drawn, not the machine that creates the page.
+    The picture shows the machines in the file, not the machine that creates the page.
     """
     machines = [Machine.from_json(machine) for machine in result.content.get("machines") or []]
     topologies = [Topology(machine) for machine in machines]
@@ -88,7 +88,8 @@ def topology(result: Result) -> Iterator[Figure]:
 def _check_rows(key: str, rows: Any, derived: Sequence[dict[str, Any]]) -> None:
     """Raise TypeError if a table is not a list of rows, or if a value has a wrong type.
 
-    The right types are in `derived`, the table that follows from the recorded machines.
+    The expected types are the types in `derived`, a table that is computed from the recorded
+    machines.
     """
     if rows is None:
         return
@@ -132,7 +133,7 @@ def checks(result: Result) -> Iterator[Figure]:
 
 
 def result_tables(result: Result) -> Iterator[Figure]:
-    """Yield tables for a result without plots: one for each list, and one for other values."""
+    """Yield tables for a result without plots: one table per list, and one for all other values."""
     content = {key: value for key, value in result.content.items() if key not in _NOT_RESULTS}
     for key, value in content.items():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
@@ -150,7 +151,7 @@ def result_tables(result: Result) -> Iterator[Figure]:
 
 
 def environments(sources: ReportSources) -> Iterator[Figure]:
-    """Yield a table for each machine, then the commands and variables of each source."""
+    """Yield one table per machine, then tables of the commands and variables of all sources."""
     machines: list[tuple[dict[str, Any], list[str]]] = []
     commands, variables = [], []
     for source in sources.all:

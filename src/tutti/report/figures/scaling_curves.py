@@ -1,4 +1,4 @@
-"""Figures of scaling (throughput, efficiency, loss by cause, fit) and of learning rate sweeps."""
+"""Figures of scaling results: throughput, efficiency, lost efficiency, fit, learning rates."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tutti.report.summary import learning_rate_rows, scale_rows
 
 
 def scaling(result: Result) -> Iterator[Figure]:
-    """Yield the figures of a scaling result. A sweep has a curve for each set of swept flags."""
+    """Yield the figures of a scaling result. A sweep has one curve per combination of flags."""
     content, variants = result.content, scale_rows(result)
     if variants:
         rows = [{"variant": flags, **row} for flags in variants for row in variants[flags]]
@@ -29,7 +29,7 @@ def _throughput(variants: dict[str, list[Row]], rows: list[Row], mode: str, unit
     base = rows[0]["samples_per_s"]
     ranks = sorted({row["ranks"] for row in rows})
     ideal = [base * number / rows[0]["ranks"] for number in ranks]
-    # Both axes are logarithmic, so ideal scaling is a straight line. Each tick doubles the value.
+    # Both axes are logarithmic, so ideal scaling is a straight line. Ticks are at factors of two.
     speeds = [*ideal, *column(rows, "samples_per_s")]
     low, high = (math.log2(value / base) for value in (min(speeds), max(speeds)))
     ticks = [base * 2.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
@@ -75,7 +75,7 @@ def _efficiency(
         ]
         about += " The dashed line is a forecast, not a measurement."
         if below:
-            about += f" The forecast falls below {', '.join(below)} ranks."
+            about += f" Efficiency falls below {', '.join(below)} ranks."
     if forecast.get("reason"):
         reason = str(forecast["reason"]).strip().rstrip(".")
         about += f" {reason[:1].upper()}{reason[1:]}."
@@ -95,7 +95,7 @@ def _losses(rows: list[Row]) -> Figure:
     others = dict.fromkeys(key for row in rows for key in row.get("other") or {})
     causes = [f"{plot.NAMES[name]} %=100*loss.{name}?" for name in plot.LOSS_COLOURS]
     causes += [f"of other: {name} %=100*other.{name}?" for name in others]
-    # There are no bars if only one number of ranks was measured, because no efficiency is lost.
+    # With only one number of ranks there are no bars, because all causes are 0.
     bars = [
         plot.bar(plot.NAMES[name], labels, shares, colour, "% of the step")
         for name, colour in plot.LOSS_COLOURS.items()
@@ -122,7 +122,10 @@ def _fit(fit: dict[str, Any]) -> Figure:
 
 
 def learning_rates(result: Result) -> Iterator[Figure]:
-    """Yield the loss over learning rates of `tutti scale --sweep lr=…`, a curve per rank count."""
+    """Yield the loss over learning rates of `tutti scale --sweep lr=…`.
+
+    There is one curve per number of ranks.
+    """
     rows = [row | {"diverged": bool(row.get("diverged"))} for row in learning_rate_rows(result)]
     if not rows:
         return
@@ -142,7 +145,7 @@ def learning_rates(result: Result) -> Iterator[Figure]:
 
 
 def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
-    """Return a figure. If no row has flags, its table has no column of flags."""
+    """Return a figure. If no row has flags, the table has no column of flags."""
     figure = plot.figure(key, rows, *parts, **words)
     if any(row["variant"] for row in rows):
         return figure
@@ -153,13 +156,13 @@ def _figure(key: str, rows: list[Row], *parts: Any, **words: Any) -> Figure:
 def _curves(
     variants: dict[str, list[Row]], key: str, factor: float, hover: str
 ) -> list[dict[str, Any]]:
-    """Return a curve for each variant, with error bars to the quartiles."""
+    """Return one curve per variant, with error bars to the quartiles."""
     curves = []
     for number, (flags, rows) in enumerate(variants.items()):
         up, down = [], []
         for row in rows:
             low, high = row.get(f"{key}_spread") or (row[key], row[key])
-            # With few repeats the median may be slightly outside of the quartiles.
+            # With few repeats, the median may be slightly outside of the quartiles.
             up.append(factor * max(0.0, high - row[key]))
             down.append(factor * max(0.0, row[key] - low))
         bars = {"array": up, "arrayminus": down}

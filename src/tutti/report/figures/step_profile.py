@@ -12,15 +12,15 @@ from tutti.report import plot
 from tutti.report.plot import Figure, Row, column
 from tutti.report.sources import Run
 
-# The maximum numbers of ranks, stragglers and operations in one plot. Tables have all rows.
+# Maximum numbers of ranks, stragglers and operations in one plot. Tables contain all rows.
 _MAX_RANKS, _MAX_STRAGGLERS, _MAX_OPERATIONS = 48, 24, 12
 _GIB = 1 << 30
 
 
 def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
-    """Return the rows of the ranks to draw, and a sentence that says how many ranks are drawn.
+    """Return (rows of the ranks to draw, sentence about the number of ranks that are drawn).
 
-    If there are too many ranks, the first ranks and the stragglers are drawn.
+    If there are more than _MAX_RANKS ranks, the first ranks and the stragglers are drawn.
     """
     rows: list[Row] = profile["ranks"]
     if len(rows) <= _MAX_RANKS:
@@ -35,13 +35,13 @@ def _drawn_ranks(profile: dict[str, Any]) -> tuple[list[Row], str]:
 def _rank_bars(
     rows: list[Row], name: str, source: str, colour: str, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """Return a bar for each rank. plot.column describes the format of `source`."""
+    """Return one bar per rank. plot.column describes the format of `source`."""
     labels = [f"rank {row['rank']}" for row in rows]
     return plot.bar(name, labels, column(rows, source), colour, unit, **more)
 
 
 def _bars_height(rows: Sequence[Any], pixels: int = 34) -> int:
-    """Return the height in pixels of a plot with a bar for each row."""
+    """Return the height in pixels of a plot with one bar per row."""
     return 150 + min(max(2, len(rows)) * pixels, max(420, 16 * len(rows)))
 
 
@@ -68,7 +68,7 @@ def parts(run: Run) -> Iterator[Figure]:
 
 
 def waits(run: Run) -> Iterator[Figure]:
-    """Yield which rank waited for which other rank, and the stragglers."""
+    """Yield the time that each rank waited for each other rank, and the stragglers."""
     profile = run.profile or {}
     ranks = [row["rank"] for row in profile["ranks"]]
     if len(ranks) < 2:
@@ -81,7 +81,7 @@ def waits(run: Run) -> Iterator[Figure]:
             total[step["rank"], int(late)] += seconds
     cost = {late: sum(total[rank, late] for rank in ranks) for late in ranks}
     columns = sorted(sorted(ranks, key=lambda rank: -cost[rank])[:_MAX_RANKS])
-    only = f" Only the {len(columns)} ranks that cost the others the most time have a column."
+    only = f" Only the {len(columns)} ranks for which others waited longest have a column."
     drawn = "" if columns == ranks else only
     cells = [
         [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in columns] for a in ranks
@@ -137,7 +137,7 @@ def utilization(run: Run) -> Iterator[Figure]:
 
 
 def memory(run: Run) -> Iterator[Figure]:
-    """Yield the peak memory of device and process, if the profile contains it."""
+    """Yield the peak memory of device and process, if the profile contains these values."""
     profile = run.profile or {}
     rows, left_out = _drawn_ranks(profile)
     imbalances, columns, bars = [], [], []
@@ -171,7 +171,7 @@ def _imbalance(values: list[float]) -> str:
 
 
 def overlap(run: Run) -> Iterator[Figure]:
-    """Yield the share of communication that is hidden, and the share of a step that moves data."""
+    """Yield the hidden share of communication, and the share of a step in which data moves."""
     profile = run.profile or {}
     if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
         return
@@ -189,7 +189,7 @@ def overlap(run: Run) -> Iterator[Figure]:
 
 
 def communication(run: Run) -> Iterator[Figure]:
-    """Yield the communication time by mesh axis and by operation, and then the bus bandwidth."""
+    """Yield the communication time by mesh axis, then by operation, and then the bus bandwidth."""
     profile = run.profile or {}
     if profile.get("axes"):
         yield _by_axis(profile["axes"])
@@ -233,7 +233,7 @@ def _by_axis(rows: list[Row]) -> Figure:
 
 
 def _operation_labels(rows: list[Row]) -> list[str]:
-    """Return labels with operation and size. Equal labels also get axis, group and dtype."""
+    """Return labels with operation and size. If labels are equal, add axis, group and dtype."""
     labels = []
     for row in rows:
         size = "size unknown" if row["bytes"] is None else format_bytes(row["bytes"])

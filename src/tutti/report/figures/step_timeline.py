@@ -1,4 +1,4 @@
-"""Figures of a step: a timeline of all ranks on a common clock, and the longest operators."""
+"""Figures of a step: a timeline of all ranks with a common clock, and the longest operators."""
 
 import re
 from collections import defaultdict
@@ -15,7 +15,7 @@ from tutti.report import plot
 from tutti.report.plot import Figure
 from tutti.report.sources import Run
 
-_MAX_BARS = 1500  # a browser draws each bar as a separate element
+_MAX_BARS = 1500  # limited, because a browser draws each bar as a separate element
 _MAX_RANKS = 16
 _MAX_STEPS = 8
 _MAX_SPANS = 600  # maximum number of operators that have a bar
@@ -38,9 +38,9 @@ class _Bar(NamedTuple):
 
 
 def timeline(run: Run) -> Iterator[Figure]:
-    """Yield a timeline of one step. The reader can choose the median, slowest or another step.
+    """Yield a timeline of one step. The reader can choose the step.
 
-    If the run has no traces, nothing is yielded, because the JSON of a profile has no intervals.
+    Yield nothing if the run has no traces, because the JSON of a profile contains no intervals.
     """
     if run.explanation is None:
         return
@@ -63,7 +63,7 @@ def timeline(run: Run) -> Iterator[Figure]:
 
 
 def operators(run: Run) -> Iterator[Figure]:
-    """Yield the names of operators or kernels that take the most time."""
+    """Yield the operators or kernels that take the most time."""
     if run.explanation is None:
         return
     seconds: dict[str, float] = defaultdict(float)
@@ -95,7 +95,7 @@ def operators(run: Run) -> Iterator[Figure]:
 
 
 def operator_times(spans: NamedSpans) -> list[tuple[str, float, int]]:
-    """Return (short name, total seconds, number of spans) of each name, the longest first."""
+    """Return (short name, total seconds, number of spans) of each name, longest time first."""
     times = np.bincount(spans.name, spans.ends - spans.starts, len(spans.names))
     counts = np.bincount(spans.name, minlength=len(spans.names))
     order = np.argsort(-times, kind="stable")
@@ -105,7 +105,7 @@ def operator_times(spans: NamedSpans) -> list[tuple[str, float, int]]:
 
 
 def short_name(name: str) -> str:
-    """Return a kernel's name without return type, namespaces, template and call arguments."""
+    """Return the name of a kernel without return type, namespaces and arguments."""
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     head = re.split(r"[<(]", plain)[0]
     if head == name:
@@ -114,7 +114,7 @@ def short_name(name: str) -> str:
 
 
 def _chosen_steps(explanation: Explanation) -> Iterator[tuple[str, int, dict[int, Step]]]:
-    """Yield (label, number, {rank: Step}) of the median, fastest, slowest and then other steps.
+    """Yield (label, number, {rank: Step}) of the median, fastest and slowest step, then of others.
 
     Steps that only some of the ranks have recorded are omitted.
     """
@@ -154,8 +154,8 @@ class _Drawing:
         end = begin + self.length
         rank_traces = [trace for trace in explanation.traces if trace.rank in self.ranks]
         split = {step.rank: step for step in explanation.steps if step.step == number}
-        # Join bars across pauses that are too short to see. While there are more than _MAX_BARS
-        # bars, also join across longer pauses.
+        # Join bars that are separated by pauses too short to see. If there are still more than
+        # _MAX_BARS bars, also join bars that are separated by longer pauses.
         self.shortest = self.length / _RESOLUTION
         while True:
             self.bars = [
@@ -191,7 +191,7 @@ class _Drawing:
 
 
 def _operator_bars(rank: int, spans: NamedSpans, begin: float, limit: int) -> Iterator[_Bar]:
-    """Yield the longest operators in the order of their starts."""
+    """Yield the bars of the `limit` longest operators, in the order of their start times."""
     lengths = spans.ends - spans.starts
     for n in sorted(np.argsort(-lengths, kind="stable")[:limit].tolist()):
         name = short_name(spans.names[spans.name[n]])
@@ -232,7 +232,7 @@ def _part_bars(
 
 
 def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]:
-    """Return the intervals, joined over pauses of at most `shortest` seconds."""
+    """Return the intervals. Intervals that are at most `shortest` seconds apart are joined."""
     if not len(intervals.starts):
         return []
     pauses = intervals.starts[1:] - intervals.ends[:-1] > shortest
@@ -244,7 +244,7 @@ def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]
 def _bucket_bars(
     rows: list[dict[str, Any]], number: int, steps: dict[int, Step], begin: float
 ) -> Iterator[_Bar]:
-    """Yield two bars for each DDP bucket: the time before its all-reduce, and the all-reduce."""
+    """Yield two bars per DDP bucket: the time from ready to all-reduce, and the all-reduce."""
     for row in rows:
         rank = row["rank"]
         if row["step"] != number or rank not in steps:
@@ -269,7 +269,7 @@ def _plotly_bars(part: str, bars: list[_Bar]) -> dict[str, Any]:
         "y": [f"rank {bar.rank} {bar.lane}" for bar in bars],
         "base": [1e3 * bar.start for bar in bars],
         "x": [1e3 * bar.length for bar in bars],
-        # For a bar with a base, plotly's %{x} is the end of the bar, not its length.
+        # For a bar with a base, %{x} in plotly is the end of the bar, not its length.
         "customdata": [[1e3 * bar.length, bar.details] for bar in bars],
         # A border separates operators that follow each other without a pause.
         "marker": {"color": _COLOURS[part], "line": {"width": 0.5 * named}},

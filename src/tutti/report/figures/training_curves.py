@@ -1,6 +1,6 @@
-"""Figures of runs side by side: key numbers, recipes, steps, and the curves of training.
+"""Figures that compare runs: main numbers, recipes, steps, memory and training curves.
 
-The page draws every curve over steps, training time or samples, as the reader chooses.
+The reader of the page can choose the x axis of the curves: steps, training time or samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _Line = tuple[Run, str, str, dict[str, Any]]  # run, name of the curve, metric, 
 
 
 def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield a table of the runs. For several recipes, also yield a table of their differences."""
+    """Yield a table of the runs. If there are several recipes, also yield their differences."""
     if not runs:
         return
     rows: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
     head = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     yield Figure(
         "The runs",
-        "The columns `step ms` and `computing %` are measured on the profiled steps only.",
+        "The columns `step ms` and `computing %` are measured only in the profiled steps.",
         Table(head, [[row[name] for name in head] for row in rows]),
     )
     with_recipe = [run for run in runs if run.recipe]
@@ -76,7 +76,7 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the parts of the steps of several profiled runs, as means over ranks."""
+    """Yield the parts of a step in each of several profiled runs, as means over ranks."""
     profiled = {run.name: run.profile["ranks"] for run in runs if run.profile is not None}
     if len(profiled) < 2:
         return
@@ -105,7 +105,8 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
 def memory_by_cause(runs: Sequence[Run]) -> Iterator[Figure]:
     """Yield the parts of each rank's peak memory, and the modules with the largest activations.
 
-    The parts are in summary.json of tutti train, or in the traces of tutti profile --memory.
+    The parts are from the summary.json of `tutti train`, or from the traces of
+    `tutti profile --memory`.
     """
     for run in runs:
         ranks = (run.summary.get("memory") or {}).get("ranks") or [
@@ -137,7 +138,7 @@ def memory_by_cause(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def curves(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield a figure for each recorded metric, with a curve for each run."""
+    """Yield one figure per recorded metric, with one curve per run."""
     has_tests = any(metric(run, "test_loss") for run in runs)
     test: dict[str, Any] = {"points": True, "line": _DOTTED}
     loss: list[_Line] = []
@@ -159,7 +160,7 @@ def curves(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def waiting(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the share of training time in which each rank of a run waits."""
+    """Yield, for each run, the share of the training time in which each rank waits."""
     for run in runs:
         means = {
             rank: fmean(y for _, y in points)
@@ -167,7 +168,7 @@ def waiting(runs: Sequence[Run]) -> Iterator[Figure]:
             if (points := metric(run, "wait_fraction", rank))
         }
         drawn = list(means)
-        if len(drawn) > _MAX_CURVES:  # draw the ranks that wait least and most
+        if len(drawn) > _MAX_CURVES:  # draw the ranks that wait least and the ranks that wait most
             drawn.sort(key=lambda rank: means[rank])
             drawn = sorted(drawn[: _MAX_CURVES // 2] + drawn[-_MAX_CURVES // 2 :])
         count = f"{len(drawn)} of {len(means)} ranks"
@@ -189,7 +190,7 @@ def _figure(
     y_axis: dict[str, Any],
     **words: Any,
 ) -> Iterator[Figure]:
-    """Yield a figure with a curve for each line, or nothing if no line has points."""
+    """Yield a figure with one curve per line. Yield nothing if no line has points."""
     factor = 100 if y_axis["title"]["text"] == "%" else 1
     limit = max(20, min(plot.MAX_POINTS, _MAX_ROWS // max(1, len(lines))))
     traces: list[dict[str, Any]] = []
@@ -224,11 +225,11 @@ def _figure(
 
 
 def training_progress(run: Run, steps: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the training seconds and the samples up to the end of each step.
+    """Return (training seconds, number of samples) up to the end of each step.
 
-    Both numbers are recorded at status syncs (train/telemetry.py), and interpolated for the steps
-    in between. Training time does not include evaluations, checkpoints, or the time between a stop
-    and --resume.
+    Both values are recorded at status syncs (train/telemetry.py) and interpolated for the steps in
+    between. Training time does not include evaluations, checkpoints, or the time between a stop and
+    --resume.
     """
     rows = run.metrics[min(run.metrics)]
     keys = ("seconds_per_step", "samples_per_s")
@@ -244,7 +245,7 @@ def training_progress(run: Run, steps: Sequence[float]) -> tuple[list[float], li
 
 
 def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
-    """Return (name, seconds) of the largest unit that fits more than twice in the longest run."""
+    """Return (name, seconds) of the time unit: the largest unit below half of the longest run."""
     longest = 0.0
     for run in runs:
         if run.metrics and (rows := run.metrics[min(run.metrics)]):
