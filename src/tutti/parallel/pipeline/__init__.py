@@ -1,1 +1,1 @@
-"""Pipeline parallelism: each rank holds some consecutive layers of a model."""
+"""Pipeline parallelism: each rank holds one or more stages of consecutive layers."""

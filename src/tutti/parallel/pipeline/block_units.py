@@ -1,21 +1,24 @@
-"""Units of a model that consists of blocks, and a forward that runs only some of the units.
+"""Finds the units of a model with repeated blocks, and runs only the units of one stage.
 
-The forward of most transformers and image models runs a list of blocks, with code around the list:
+The forward of most transformers and image models runs a list of blocks, with other code before and
+after the list:
 
     embedding ─ (positions, mask) ─ block 0 ─ block 1 ─ … ─ block n ─ (pooling) ─ norm ─ head
     └────── unit 0 ──────────────┘ └ unit 1 ┘ └ unit 2 ┘               └──── last unit ────┘
 
 A stage runs the model's own forward, so that positions, masks and other arguments of a block are
-computed as in the whole model. Modules of other stages are replaced by modules without parameters:
+computed as in the whole model. Modules of other stages are replaced with modules without
+parameters:
 
-- A module of an earlier stage returns zeros, or its input. When forward reaches the first module of
-  the stage, the input of this module is replaced by the tensor from the previous stage.
-- When forward reaches the first module of the next stage, forward ends, and the input of this
-  module is the output of the stage.
+- A replaced module of an earlier stage returns zeros, or its input. When forward reaches the first
+  module of this stage, the input of this module is replaced with the tensor that the previous stage
+  has sent.
+- When forward reaches the first module of the next stage, forward ends. The input of this module is
+  the output of this stage.
 
-The result is correct if a unit depends on earlier units only through its input. `find_units` checks
-this condition: it runs forward and backward on the meta device, with the input of every unit
-detached, and refuses a model in which a parameter has an effect on another unit.
+The result is correct if each unit depends on earlier units only through its input. `find_units`
+checks this condition: it detaches the input of every unit, runs forward and backward on the meta
+device, and refuses a model in which a parameter affects a unit to which it does not belong.
 """
 
 import inspect
@@ -41,11 +44,11 @@ class Units:
     """The units of a model, in the order in which its forward runs them."""
 
     names: list[list[str]]
-    """For each unit, the names of its modules, and of its parameters outside of these modules. The
+    """For each unit, the names of its modules and of its parameters outside of these modules. The
     first name of a unit is the module that forward runs first."""
     outputs: dict[str, tuple[list[int], torch.dtype] | None]
-    """Shape and dtype of the output of each module in the first unit. The value is None if the
-    output has the shape of the module's input."""
+    """The output shape and dtype of each module in the first unit. The value is None if the output
+    has the same shape as the module's input."""
     example: Tensor
     """One input of the model, on the meta device."""
 
@@ -62,7 +65,7 @@ def set_units(model: nn.Module, units: Units) -> None:
 
 
 def find_units(model: nn.Module, example: Tensor) -> Units:
-    """Return the units of a model on the meta device. Raise UsageError if it cannot be cut."""
+    """Return the units of a model on meta. Raise UsageError if the model cannot be cut."""
     blocks = {name for name, each in model.named_modules() if each in repeated_blocks(model)}
     if not blocks:
         raise _refusal(model, "it has no repeated blocks in a ModuleList or Sequential")
@@ -84,10 +87,10 @@ def find_units(model: nn.Module, example: Tensor) -> Units:
 
 
 class MetaConditions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which a condition on a meta tensor is true.
+    """Context in which every condition on a meta tensor is true.
 
-    Models of transformers read such conditions, for example whether no sample is padded and no
-    sample is packed. Stages run with real tensors, and then the conditions have their real values.
+    Hugging Face models read such conditions, for example whether no sample is padded and no sample
+    is packed. Stages later run with real tensors, where the conditions have their real values.
     """
 
     def __torch_dispatch__(
@@ -109,7 +112,7 @@ def _refusal(model: nn.Module, reason: str) -> UsageError:
 def _record_order(
     model: nn.Module, example: Tensor, blocks: Collection[str]
 ) -> tuple[list[list[str]], dict[str, tuple[list[int], torch.dtype] | None]]:
-    """Return the modules of each unit in the order of their calls, and the first unit's outputs."""
+    """Return the modules of each unit in call order, and the outputs of the first unit."""
     calls: list[str] = []
     outputs: dict[str, tuple[list[int], torch.dtype] | None] = {}
 
@@ -146,7 +149,7 @@ def _record_order(
             continue
         if others and not units:
             units, others = [others], []
-        units.append([*others, name])  # a module between two blocks belongs to the block after it
+        units.append([*others, name])  # a module between two blocks belongs to the next block
         others = []
     if others:
         units.append(others)
@@ -154,9 +157,9 @@ def _record_order(
 
 
 def _recorded_modules(model: nn.Module, blocks: Collection[str]) -> list[str]:
-    """Return the blocks, and the other modules that directly own parameters.
+    """Return the blocks, and all other modules that directly own parameters.
 
-    Modules that contain a block, and modules inside another returned module, are left out.
+    Modules that contain a block are left out, and so are modules inside another returned module.
     """
     above = {outer for name in blocks for outer in accumulate(name.split(".")[:-1], _joined)}
     recorded: list[str] = []
@@ -173,13 +176,15 @@ def _joined(path: str, part: str) -> str:
 
 
 def _run_detached(model: nn.Module, example: Tensor, firsts: list[str]) -> list[Tensor]:
-    """Run forward with the input of every unit detached. Return the output of every unit."""
+    """Detach the input of every unit, run forward, and return the output of every unit."""
     ends: list[Tensor] = []
 
     def detach(module: nn.Module, args: Any, kwargs: Any) -> Any:
         value = first_argument(module, args, kwargs)
         if not (isinstance(value, Tensor) and value.is_floating_point()):
-            raise _refusal(model, f"the input of a {type(module).__name__} is not one tensor")
+            raise _refusal(
+                model, f"the input of a {type(module).__name__} is not one floating-point tensor"
+            )
         ends.append(value)
         return replace_first(module, args, kwargs, value.detach().requires_grad_())
 
@@ -196,10 +201,10 @@ def _run_detached(model: nn.Module, example: Tensor, firsts: list[str]) -> list[
 
 
 def _assign_parameters(model: nn.Module, names: list[list[str]], ends: list[Tensor]) -> None:
-    """Assign each parameter that is in no module of a unit to the first unit that uses it.
+    """Assign each parameter outside of the units' modules to the first unit that uses it.
 
-    A parameter that no unit uses belongs to the first unit. Raises UsageError if a parameter has
-    an effect on a unit to which it does not belong.
+    A parameter that no unit uses belongs to the first unit. Raises UsageError if a parameter
+    affects a unit to which it does not belong.
     """
     parameters = list(model.parameters())
     all_names: dict[int, list[str]] = {}
@@ -231,19 +236,19 @@ def _assign_parameters(model: nn.Module, names: list[list[str]], ends: list[Tens
                 raise _refusal(
                     model,
                     f"{tied[0]} has an effect on {names[number][0]} that does not pass through "
-                    "the blocks before it",
+                    "the preceding blocks",
                 )
 
 
 def first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a call of forward, even if it was passed by keyword."""
+    """Return the first argument of a forward call, even if it was passed by keyword."""
     return args[0] if args else kwargs.get(_first_parameter(module))
 
 
 def replace_first(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with another first argument."""
+    """Return the arguments of a forward call with a new first argument."""
     if args:
         return (value, *args[1:]), kwargs
     return args, {**kwargs, _first_parameter(module): value}
@@ -272,7 +277,8 @@ class _Skipped(nn.Module):
         self, original: nn.Module, output: tuple[list[int], torch.dtype] | None, ends_stage: bool
     ) -> None:
         super().__init__()
-        # The original is on meta. The list hides it from nn.Module, so it is not a submodule.
+        # The original module is on meta. The list hides it from nn.Module, so it is not registered
+        # as a submodule.
         self._original = [original]
         self.first = _first_parameter(original)
         self.is_embedding = getattr(original, "is_embedding", isinstance(original, nn.Embedding))
@@ -280,7 +286,7 @@ class _Skipped(nn.Module):
         self._ends_stage = ends_stage
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original, such as the kind of attention of a block."""
+        """Return an attribute of the original module, such as the attention type of a block."""
         if name.startswith("_"):
             return super().__getattr__(name)
         return getattr(self._original[0], name)
@@ -297,7 +303,7 @@ class _Skipped(nn.Module):
 
 
 class _StageForward:
-    """The forward of a stage: the model's own forward, with an input from the previous stage."""
+    """The forward of a stage: the model's own forward, with the input from the previous stage."""
 
     def __init__(
         self, model: nn.Module, units: Units, first: bool, removed: list[tuple[str, Tensor]]
@@ -309,18 +315,18 @@ class _StageForward:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the first module of the stage."""
         if self._received is None:
-            return None  # the call does not come from the forward of this stage
+            return None  # the caller is not the forward of this stage
         received, self._received = self._received, None
         return replace_first(module, args, kwargs, received)
 
     def __call__(self, x: Tensor) -> Any:
         if not self._first:
             self._received = x
-            # The code of forward before the first module of the stage runs on zeros.
+            # The code before the first module of the stage runs on zeros.
             example = self._units.example
             shape = [len(x), *example.shape[1:]]
             if not example.is_floating_point() and example.dim() == 2 and x.dim() == 3:
-                shape[1] = x.shape[1]  # tokens: sequences may be shorter than the example
+                shape[1] = x.shape[1]  # tokens: a sequence may be shorter than the example
             x = _zeros(shape, example.dtype, x.device)
         for name, parameter in self._removed:  # forward may read parameters of other stages
             owner, _, key = name.rpartition(".")
@@ -333,15 +339,16 @@ class _StageForward:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Every element has its own memory, because the next module may write in place.
+    # `expand` is not used: every element needs its own memory, because the next module may write in
+    # place.
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def keep_units(model: nn.Module, units: Units, names: Collection[str]) -> None:
-    """Remove all modules and parameters except `names`, in place, and set the forward of the stage.
+    """Remove all modules and parameters except `names`, in place, and set the stage's forward.
 
-    If the kept units are not consecutive, they belong to several stages. Then the model only
-    contains the stages, and its forward is not set.
+    If the kept units are not consecutive, they belong to several stages. In this case the model is
+    only a container of the stages, and its forward is not set.
     """
     kept = [number for number, unit in enumerate(units.names) if set(unit) <= set(names)]
     after = kept[-1] + 1

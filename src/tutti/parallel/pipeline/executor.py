@@ -1,8 +1,8 @@
-"""The engine of layouts with pp: runs the microbatches of a step through the pipeline.
+"""The engine for layouts with pp: runs the microbatches of a step through the pipeline.
 
 Every step has the same schedule: M microbatches of one fixed size. At the end of an epoch,
 microbatches are padded with copies of a real input. The loss function does not get the outputs of
-these copies. Padding adds nothing to the loss, to any gradient, or to the statistics of norms (see
+these copies. Padding does not change the loss, the gradients or the statistics of norms (see
 `Padding`).
 """
 
@@ -67,8 +67,8 @@ class Pipeline(Engine):
         self.padding = stages.padding
         self.microbatch_size = stages.padding.size
         self.rank_of_stage = [rank_of(schedule, stage, mesh.layout.pp) for stage in range(count)]
-        # NCCL creates the communicator of a group in the group's first collective, in which all
-        # ranks of the group must take part. This all_reduce is the first collective: all later
+        # NCCL creates the communicator of a group in the first collective of the group, and all
+        # ranks of the group must take part. This all_reduce is the first collective. All later
         # operations of the group are sends and receives between two ranks.
         all_reduce(torch.zeros(1, device=self.world.device), group=mesh.group("pp"))
         self.tied = TiedWeights(stages.ties, self.rank_of_stage, self.stages, mesh)
@@ -78,11 +78,11 @@ class Pipeline(Engine):
             if stage != count - 1:
                 module.register_forward_hook(_contiguous)
             for part in module.modules() if schedule in SPLIT_BACKWARD else []:
-                # torch finds the weights of a split backward in the autograd graph of forward.
-                # Therefore FSDP must not replace the weights by their shards before backward.
+                # torch's split backward finds the weights in the autograd graph of forward.
+                # Therefore FSDP must not replace the weights with their shards before backward.
                 if isinstance(part, FSDPModule):
                     part.set_reshard_after_forward(False, recurse=False)
-                if part._compiled_call_impl is not None:  # the caller used Module.compile()
+                if part._compiled_call_impl is not None:  # compiled by the caller
                     check_techniques(schedule, compile=True)
         self.schedule: Schedule | None = None
         self.torch_stages: list[Stage] = []
@@ -116,11 +116,12 @@ class Pipeline(Engine):
         self._copy_training_mode()
         if self.schedule is None:
             self.schedule = self._build_schedule(inputs[: self.microbatch_size])
-        # The schedule calls _loss, which calls the loss function of the current step. Steps have
-        # different loss functions, because a loss is divided by the number of samples in its step.
+        # The schedule calls _loss, which calls the loss function of the current step. Each step has
+        # its own loss function, because a loss is divided by the number of samples in its step.
         self._loss_fn, self._scale, self._losses = loss_fn, scale, []
         arguments = [inputs] if 0 in self.stages else []
-        # The schedule passes the number of a microbatch to _loss, which looks up its targets.
+        # The schedule passes the number of a microbatch to _loss, which looks up the targets by
+        # this number.
         self._targets = [targets for _, targets in microbatches]
         target = torch.arange(self.microbatches) if self.holds_last else None
         self.schedule.step(*arguments, target=target, return_outputs=False)
@@ -130,7 +131,7 @@ class Pipeline(Engine):
         return sum(self._losses, start=zero) if self.reports_loss else zero
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Return the loss of the real samples of a microbatch; 0 if all samples are padding."""
+        """Return the loss of a microbatch's real samples, or 0 if all samples are padding."""
         assert self._loss_fn is not None
         targets = self._targets[int(number)] if int(number) < len(self._targets) else None
         real = 0 if targets is None else count_rows(targets)
@@ -152,7 +153,7 @@ class Pipeline(Engine):
         return gathered(outputs) if len(inputs) else None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        raise UsageError("a pipeline has no forward on a single rank: use run() or infer()")
+        raise UsageError("a single rank cannot run the forward of a pipeline: use run() or infer()")
 
     def communication_buffers(self) -> list[Tensor]:
         received = [
@@ -166,7 +167,7 @@ class Pipeline(Engine):
         return [*super().communication_buffers(), *tensors]
 
     def reduce(self) -> None:
-        """Sum the gradients of tied parameters; FSDP has already summed over the data ranks."""
+        """Sum the gradients of tied parameters. FSDP has already summed over the data ranks."""
         place_gradients(self.model)
         self.tied.sum_gradients(self.model)
 
@@ -177,7 +178,7 @@ class Pipeline(Engine):
         """Create torch's stages and schedule.
 
         One microbatch runs through the pipeline to find the shapes between stages. torch would find
-        them by running the model on uninitialised memory, which would change norm statistics.
+        the shapes by running the model on uninitialised memory, which would change norm statistics.
         """
         shapes: dict[int, tuple[Tensor, Tensor]] = {}
         with without_side_effects(self.model, self.world):
@@ -224,7 +225,8 @@ class Pipeline(Engine):
         return torch.cat(padded)
 
     def _copy_training_mode(self) -> None:
-        """Copy the model's training mode to stages that are views, which `model.eval()` skips."""
+        """Copy the model's training mode to stages that are views, because `model.eval()` skips
+        them."""
         for module in self.stages.values():
             module.training = self.model.training
 
@@ -236,12 +238,12 @@ class Pipeline(Engine):
 
         Returns the outputs on the rank of the last stage, and None on other ranks. If `shapes` is
         given, the input and output of each stage of this rank are added to it, as meta tensors.
-        Every rank runs its stages in ascending order, so no two ranks wait for each other.
+        Every rank runs its stages in ascending order, so there is no deadlock.
         """
         own_rank, last = self.mesh.rank("pp"), len(self.rank_of_stage) - 1
         x = inputs
         for stage, module in self.stages.items():
-            # In a V-schedule, the last rank holds two consecutive stages. It receives nothing
+            # In a V-schedule, the last rank holds two consecutive stages, and receives nothing
             # between them.
             if stage and self.rank_of_stage[stage - 1] != own_rank:
                 x = self._receive(self.rank_of_stage[stage - 1])
@@ -252,7 +254,8 @@ class Pipeline(Engine):
             x = output
             if stage != last and self.rank_of_stage[stage + 1] != own_rank:
                 self._send(x.contiguous(), self.rank_of_stage[stage + 1])
-        # Free gathered parameters, which would be outdated after the next optimizer step.
+        # Free the gathered parameters, because they would be outdated after the next optimizer
+        # step.
         for part in [part for module in self.stages.values() for part in module.modules()]:
             if isinstance(part, FSDPModule):
                 part.reshard()

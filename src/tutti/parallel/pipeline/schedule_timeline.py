@@ -1,16 +1,16 @@
-"""Timelines of pipeline schedules, simulated and measured: the actions of every rank over time.
+"""Simulated and measured timelines of pipeline schedules: the actions of every rank over time.
 
-In the simulation, every rank runs its actions in order, each as soon as its inputs have been
-computed. A forward takes 1 unit of time, a backward 2 units, and each half of a split backward 1
-unit. Communication takes no time. The bubble is the fraction of the total time of all ranks in
-which ranks are idle. With p ranks, m microbatches and v stages per rank, the bubble is
+In the simulation, every rank runs its actions in order. Each action starts as soon as its inputs
+have been computed. A forward takes 1 unit of time, a backward 2 units, and each half of a split
+backward 1 unit. Communication takes no time. The bubble is the idle time of all ranks divided by
+the total time of all ranks. With p ranks, m microbatches and v stages per rank, the bubble is
 
     (p - 1) / (v m + p - 1)       gpipe, 1f1b (v = 1), interleaved: a rank waits for p - 1 forwards
                                   and p - 1 backwards of single stages
     (p - 1) / (3 v m + p - 1)     zero-bubble, zbv: a rank waits only for p - 1 forwards
 
-The order of actions is read from torch's schedule. torch's gpipe and 1f1b have no list of actions
-but run a loop, so their order is computed here; a test compares all orders with recorded runs.
+The order of actions is read from torch's schedule. torch's gpipe and 1f1b run a loop and have no
+list of actions, so their order is computed here. A test compares all orders with recorded runs.
 """
 
 import re
@@ -34,17 +34,17 @@ from tutti.world.exchange import gather_json
 from tutti.world.world import World
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-_FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}  # drawn after the label of an action
-# The model is wide enough that a stage takes milliseconds, much longer than its communication.
+_FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}  # fills the rest of an action after its label
+# The measured model is so wide that a stage takes milliseconds, much longer than its communication.
 _DIM, _LAYERS, _SAMPLES = 384, 4, 256
 _STEPS = 5
 
 
 @dataclass(frozen=True)
 class Action:
-    """One microbatch on one stage: forward (F), backward (B), or half of a backward.
+    """The forward (F), backward (B) or half backward of one microbatch on one stage.
 
-    The halves compute the gradients of the inputs (I) and of the weights (W).
+    The halves of a split backward compute the gradients of the inputs (I) and of the weights (W).
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -77,7 +77,8 @@ def _loop_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
 def _from_torch(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[list[Action]]:
-    # The constructor of torch's schedule does not communicate, and reads only these attributes.
+    # The constructor of torch's schedule does not communicate, and reads only these stage
+    # attributes.
     stages: list[Any] = [
         SimpleNamespace(
             stage_index=stage,
@@ -148,7 +149,7 @@ def _needs(action: Action, last: int, done: dict[Action, float]) -> list[Action]
 
 
 def bubble(timeline: Timeline) -> float:
-    """Return the fraction of time in which ranks are idle, until the last action ends."""
+    """Return the fraction of time in which ranks are idle, until the end of the last action."""
     busy = sum(span.end - span.start for spans in timeline for span in spans)
     return 1 - busy / (length(timeline) * len(timeline))
 
@@ -161,7 +162,7 @@ def length(timeline: Timeline) -> float:
 def bubble_formula(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> float | None:
-    """Return the bubble from the formulas at the top of this file, or None if none applies."""
+    """Return the bubble by the formulas of the module docstring, or None if none applies."""
     idle, busy = ranks - 1, stages_per_rank * microbatches
     applies = {"interleaved": microbatches % ranks == 0, "zero-bubble": microbatches % ranks == 0}
     applies["zbv"] = microbatches >= 2 * ranks - 1
@@ -173,9 +174,9 @@ def bubble_formula(
 def draw(timeline: Timeline, unit: float = 1.0, width: int = 80) -> list[str]:
     """Return the timeline as text, with one line for each rank.
 
-    An action has a label such as F3 for the forward of microbatch 3, or 5F3 on stage 5 if ranks
-    have several stages. A timeline wider than `width` continues in further lines below. `unit` is
-    the time that is drawn as wide as one label.
+    The label of an action is, for example, F3 for the forward of microbatch 3. If ranks have
+    several stages, the label begins with the stage: 5F3. A timeline wider than `width` continues
+    below. `unit` is the time that is drawn with the width of one label.
     """
     several_stages = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
 
@@ -203,10 +204,11 @@ def draw(timeline: Timeline, unit: float = 1.0, width: int = 80) -> list[str]:
 
 @contextmanager
 def recorded(engine: Pipeline) -> Iterator[list[Span]]:
-    """Context that yields a list and records the engine's actions in it, with times in seconds.
+    """Context manager: yields a list to which the engine's actions are added, in seconds.
 
-    torch's stages have a method for each kind of action. Inside the context, these methods also
-    measure time. On a GPU, each call waits for the device, so that the time includes all kernels.
+    torch's stages have one method per kind of action. Inside the context, these methods also
+    measure the time. On a GPU, each call waits for the device, so that the time includes all
+    kernels.
     """
     assert engine.schedule is not None, "run a step first, because it builds the stages"
     spans: list[Span] = []
@@ -232,11 +234,11 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
     finally:
         for stage in engine.torch_stages:
             for name in kinds:
-                delattr(stage, name)  # the methods of the class remain
+                delattr(stage, name)  # restores the methods of the class
 
 
 def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeline:
-    """Return the timeline of the fastest of several steps, for a model of equal stages."""
+    """Return the timeline of the fastest of several steps, for a model with equal stages."""
     torch.manual_seed(0)
     stages = [
         nn.Sequential(*[nn.Linear(_DIM, _DIM) for _ in range(_LAYERS)])

@@ -1,10 +1,11 @@
 """Pipeline schedules by name: which stages a rank holds, and torch's class for each schedule.
 
 gpipe        all forwards, then all backwards: keeps the activations of all microbatches
-1f1b         each backward as early as possible: stage s of S keeps at most S - s microbatches
-interleaved  1f1b with v stages per rank; the bubble is v times shorter
-zero-bubble  interleaved, with weight gradients computed later, in the bubbles
-zbv          zero-bubble with two stages per rank, in V shape: rank 0 has the first and last stage
+1f1b         each backward as early as possible: stage s of S keeps the activations of at most S - s
+             microbatches
+interleaved  1f1b with v stages per rank: the bubble is v times shorter
+zero-bubble  interleaved, but weight gradients are computed later, in the bubbles
+zbv          zero-bubble with two stages per rank in a V shape: rank 0 has the first and last stage
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ SCHEDULES: dict[ScheduleName, Any] = {
 
 
 class Stage(pipelining.PipelineStage):
-    """torch's stage, but forward and backward of a microbatch run in `context(number)`."""
+    """torch's PipelineStage, but forward and backward of microbatch n run in `context(n)`."""
 
     def __init__(self, *arguments: Any, context: StageContext, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -49,20 +50,21 @@ class Stage(pipelining.PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # In torch 2.11, a stage of a V-schedule may send to its own rank, which backends refuse.
+        # In torch 2.11, a stage of a V-schedule may send to its own rank. Backends refuse this, so
+        # these operations are removed.
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 def stages_of(name: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """Return the stages that a rank of the pipeline holds, in ascending order."""
+    """Return the stages that a pipeline rank holds, in ascending order."""
     if name == "zbv":
         return [rank, 2 * ranks - 1 - rank]  # one stage on each arm of the V
     return [rank + loop * ranks for loop in range(per_rank)]
 
 
 def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
-    """Return the rank of the pipeline that holds a stage."""
+    """Return the pipeline rank that holds a stage."""
     if name == "zbv" and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks

@@ -1,13 +1,13 @@
-"""Tied parameters: a parameter that several stages use, such as an embedding that is also the head.
+"""Tied parameters: parameters that several stages use, such as an embedding that is also the head.
 
         stage 0   embed.weight ──┐
                                  ├──  equal values; each copy has the gradient of its own stage
         stage 3   head.weight  ──┘
 
-Each stage has its own copy, because FSDP shards each stage separately. This is also the case if one
-rank holds both stages, as in a V-schedule. After backward, the gradients of all copies are summed,
+Each stage has its own copy, because FSDP shards each stage separately. Both stages have a copy even
+if one rank holds both, as in a V-schedule. After backward, the gradients of all copies are summed,
 so that the optimizer makes the same update to every copy. Checkpoints and the global gradient norm
-include only the first copy; the other copies are called aliases.
+include only the first copy. The other copies are called aliases.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,11 +20,11 @@ from tutti.comm.grouping import group as collective_group
 from tutti.parallel.mesh import Mesh, local_shard
 
 Tie = dict[int, list[str]]
-"""The names of one parameter in each stage that uses it, keyed by stage in ascending order."""
+"""{stage: names of one tied parameter in this stage}, in ascending order of stages."""
 
 
 def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
-    """Return the parameters that several stages use. `stages` has the layer names of each stage."""
+    """Return the parameters that several stages use. `stages` has each stage's layer names."""
     users: dict[int, Tie] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
     for stage, layers in enumerate(stages):
@@ -36,7 +36,7 @@ def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
 
 
 def untie(model: nn.Module, ties: list[Tie], held: Collection[int]) -> None:
-    """If this rank holds several stages of a tie, give each of these stages its own parameter."""
+    """If several stages of a tie are on this rank, give each of them its own parameter."""
     for tie in ties:
         local = [names for stage, names in tie.items() if stage in held]
         for names in local[1:]:
@@ -55,7 +55,7 @@ class TiedWeights:
     ) -> None:
         """`held` contains this rank's stages."""
         self.aliases: dict[str, str] = {}
-        """The names of this rank's copies, each mapped to the name of the first copy."""
+        """Maps the name of each alias on this rank to the name of the first copy."""
         self._copies: list[tuple[list[str], list[int]]] = []
         self._mesh = mesh
         for tie in ties:
@@ -83,7 +83,7 @@ class TiedWeights:
             if not copies[0].requires_grad:
                 continue  # the parameter is frozen on all ranks
             for copy in copies:
-                if copy.grad is None:  # unused in this step, but other ranks expect a gradient
+                if copy.grad is None:  # not used in this step, but other ranks expect a gradient
                     copy.grad = torch.zeros_like(copy)
             parts = [local_shard(copy.grad) for copy in copies if copy.grad is not None]
             # Every rank adds in the same order, so that all copies stay equal bit for bit.
