@@ -1,14 +1,14 @@
-"""Engine: runs the microbatches of a step, and sums the gradients over all ranks.
+"""Engine: runs the microbatches of a step, and sums gradients over all ranks.
 
 The loss of a microbatch is a sum over its samples, divided by the number of samples (or tokens) in
 all microbatches of all ranks in this step. The gradients of these losses are summed:
 
     g = Σ_ranks Σ_microbatches ∂/∂θ (loss of the microbatch / samples of the step)
 
-After `engine.run(microbatches, loss_fn)`, every rank holds g (or its shard of g) in `.grad`, even
-if ranks have different numbers of samples. A mean over ranks would then be wrong. Ranks that differ
-only in tp or pp work on the same samples. `reports_loss` is true on exactly one of these ranks, and
-only the loss and outputs of that rank are used.
+After `engine.run(microbatches, loss_fn)`, every rank holds g (or its shard of g) in `.grad`. This
+is correct even if ranks have different numbers of samples, where a mean over ranks would be wrong.
+Ranks that differ only in tp or pp work on the same samples. `reports_loss` is true on exactly one
+of these ranks, and only the loss and outputs of this rank are used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ from tutti.world.world import World
 Microbatch = tuple[Nested, Nested]
 """Inputs and targets."""
 LossFunction = Callable[[Any, Nested], Tensor]
-"""(outputs of the model, targets) → the microbatch's part of the mean loss of the step."""
+"""A function (outputs of the model, targets) → the microbatch's part of the step's mean loss."""
 
 
 class StepClock(Protocol):
@@ -51,16 +51,17 @@ class StepClock(Protocol):
 class Engine:
     """Runs a model on this rank's part of the batch, and sums gradients over all ranks.
 
-    This base class does not communicate. On one rank, it is the reference for all other engines.
+    This base class does not communicate. On one rank, its results are the reference for all other
+    engines.
     """
 
     def __init__(
         self, model: nn.Module, world: World, description: str, mesh: Mesh | None = None
     ) -> None:
         self.model = model
-        """The plain module, whose parameters the optimizer updates and checkpoints contain."""
+        """The plain module. The optimizer updates its parameters, and checkpoints contain them."""
         self.forward: Callable[..., Any] = model
-        """Called by `engine(inputs)` in a step: the model, or the compiled model."""
+        """The model or the compiled model. `engine(inputs)` calls it in a step."""
         self.world = world
         self.description = description
         """One line that is printed at the start of a run."""
@@ -68,17 +69,17 @@ class Engine:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """The parameters that require gradients, in the same order on every rank."""
         self.splits_sequence = False
-        """Whether each tp rank holds a part of the sequence, between the split layers."""
+        """Whether tp splits activations between split layers along the sequence."""
         self.aliases: dict[str, str] = {}
         """pp: maps the name of each copy of a tied parameter to the name of the first copy."""
         self.bucket_bytes = 0
-        """DDP: bytes of the buckets in which gradients are all-reduced."""
+        """DDP: total bytes of the gradient buckets."""
         self.gradients_in_buckets = False
         """DDP: whether summed gradients are views of the buckets."""
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the loss and outputs of this rank are used: true on one rank per data rank."""
+        """Whether the loss and outputs of this rank are used. True on one rank per data rank."""
         return self.mesh.rank("tp") == 0
 
     def run(
@@ -92,15 +93,16 @@ class Engine:
     ) -> Tensor:
         """Run forward and backward of all microbatches of a step, and sum gradients over ranks.
 
-        Returns this rank's part of the step's loss, on the device; 0 on ranks that do not report
-        the loss. The sum over all ranks is the loss of the step. All ranks must pass the same
-        number of microbatches. A microbatch may be empty on some ranks, but not on all ranks; ranks
-        with an empty microbatch need `example`, one real input. Backward starts from `scale(loss)`.
+        Returns this rank's part of the step's loss, on the device. The result is 0 on ranks that do
+        not report the loss. The sum over all ranks is the loss of the step. All ranks must pass the
+        same number of microbatches. A microbatch may be empty on some ranks, but not on all ranks.
+        Ranks with an empty microbatch need `example`, one real input. If `scale` is given, backward
+        starts from `scale(loss)`.
         """
         total = self.zero_loss()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             last = number == len(microbatches)
-            if count_rows(inputs) == 0:  # other ranks have samples, and wait for this rank
+            if count_rows(inputs) == 0:  # other ranks have samples and wait for this rank
                 assert example is not None
                 self.empty_microbatch(example, last=last)
                 continue
@@ -115,7 +117,7 @@ class Engine:
         return total if self.reports_loss else torch.zeros_like(total)
 
     def zero_loss(self) -> Tensor:
-        """Return 0 in the dtype of losses: float64 for float64 parameters, else float32."""
+        """Return 0 in the dtype of losses: float64 for float64 parameters, otherwise float32."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         return torch.zeros((), dtype=dtype, device=self.world.device)
 
@@ -123,22 +125,22 @@ class Engine:
     def infer(self, inputs: Nested, example: Nested = None) -> Any:
         """Return the model's outputs for this rank's inputs. Call `model.eval()` first.
 
-        The result is None on ranks that do not hold the last layer and on ranks without inputs.
-        Ranks without inputs need `example` to take part in collectives. All ranks must call this
-        method the same number of times.
+        Returns None on ranks that do not hold the last layer, and on ranks without inputs. Ranks
+        without inputs need `example`, because they must take part in collectives. All ranks must
+        call this method the same number of times.
         """
         return call_with(self.model, inputs) if count_rows(inputs) else None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's outputs for this rank's inputs, in a training step."""
+        """Return the model's outputs for this rank's inputs in a training step."""
         return self.forward(*inputs, **named)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a microbatch. Replicas all-reduce only in the last microbatch."""
+        """Return the context of a microbatch. Replicas communicate only in the last microbatch."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward, which adds the gradients of this microbatch to each `.grad`."""
+        """Run backward, which adds the gradients of this microbatch to `.grad`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def reduce(self) -> None:
@@ -147,23 +149,24 @@ class Engine:
     def empty_microbatch(self, *inputs: Any, last: bool) -> None:
         """Run a microbatch that has samples only on other ranks.
 
-        The other ranks wait for this rank in the all-reduce of gradients and in synchronised batch
+        The other ranks wait for this rank in the gradient all-reduce and in synchronised batch
         norms. Therefore the model runs on `inputs`, which may be any real inputs. The resulting
-        gradients are zero, and batch norm statistics and random generators do not change. A
-        microbatch that is empty on every rank must be left out.
+        gradients are zero, and batch norm statistics and random generators do not change. Do not
+        call this method for a microbatch that is empty on every rank.
         """
         with self.microbatch(last), without_side_effects(self.model, self.world):
             outputs = tensors_of(call_with(self, inputs[0] if len(inputs) == 1 else inputs))
-            # The sum depends on all outputs; × 0 gives zero gradients even if an output is inf.
+            # The sum depends on all outputs. Multiplying by 0 gives zero gradients, even if an
+            # output is inf.
             parts = [output.sum() * 0 for output in outputs if output.requires_grad]
             self.backward(torch.stack([part.float() for part in parts]).sum())
 
     def gradients_to_sum(self, find_unused: bool) -> list[Tensor]:
-        """Return the gradients to sum over ranks. Their parameters are the same on every rank.
+        """Return the gradients to sum over ranks, for the same parameters on every rank.
 
-        With find_unused, a parameter that has a gradient on some ranks gets a gradient of zeros on
-        the other ranks. A parameter that has no gradient on any rank is left out, and the optimizer
-        skips it.
+        If `find_unused` is true, a parameter that has a gradient only on some ranks gets a zero
+        gradient on the other ranks. A parameter that has no gradient on any rank is left out, and
+        the optimizer skips this parameter.
         """
         parameters = self.trained
         if find_unused:
@@ -187,35 +190,35 @@ class Engine:
         for name, parameter in self.trained.items():
             if parameter.grad is None:
                 raise UsageError(
-                    f"parameter {name} got no gradient in this step: {cure}, or "
-                    "call requires_grad_(False) if it is not meant to be trained"
+                    f"parameter {name} got no gradient in this step: {cure}, or call "
+                    "requires_grad_(False) on the parameter if it should not be trained"
                 )
 
     def communication_buffers(self) -> list[Tensor]:
-        """Return the tensors that are allocated for communication at this moment.
+        """Return the tensors that are currently allocated for communication.
 
-        These tensors are gathered parameters, their gradients, received activations, and the state
-        of gradient compression. DDP's buckets are not tensors in Python: see `bucket_bytes`.
+        These are gathered parameters, their gradients, received activations, and the state of
+        gradient compression. DDP's buckets are not visible as Python tensors: see `bucket_bytes`.
         """
         return gathered_by_fsdp(self.model)
 
     def seed_rng(self, seed: int, step: int = 0) -> None:
-        """Seed the random generators for training, as described in rng.py. Call on every rank."""
+        """Seed the random generators for training (see rng.py). Call this method on every rank."""
         seed_training_rng(seed, self.mesh, splits_sequence=self.splits_sequence, step=step)
 
     def share_buffers(self) -> None:
         """Copy the buffers of the first data rank to all data ranks.
 
-        Call this method before evaluation or a checkpoint. The running statistics of plain batch
-        norms differ between ranks, because ranks have different samples. Training does not read
-        running statistics.
+        Call this method before evaluation and before a checkpoint. The running statistics of plain
+        batch norms differ between ranks, because ranks have different samples. During training the
+        difference does not matter, because training does not read running statistics.
         """
         if self.mesh.layout.data_ranks > 1:
             broadcast_coalesced(list(self.model.buffers()), group=self.mesh.data_group)
 
 
 class ShardedEngine(Engine):
-    """A model that is sharded by FSDP2 or split by tensor parallelism, without a pipeline."""
+    """Engine for a model with FSDP2 or tensor parallelism, without a pipeline."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         super().__init__(model, mesh.world, f"{mesh.layout}: {mesh.describe()}", mesh)
@@ -223,8 +226,9 @@ class ShardedEngine(Engine):
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         if isinstance(self.model, FSDPModule):
-            # Shards reduce-scatter in every microbatch, because unsharded gradients would need
-            # memory for the whole model. Replicas all-reduce only in the last microbatch.
+            # Gradients are reduce-scattered over shards in every microbatch, because unsharded
+            # gradients would need memory for the whole model. Gradients are all-reduced over
+            # replicas only in the last microbatch.
             self.model.set_requires_gradient_sync(last or self.mesh.layout.shard > 1)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(last)
@@ -236,11 +240,13 @@ class ShardedEngine(Engine):
 
     @torch.no_grad()
     def infer(self, inputs: Nested, example: Nested = None) -> Any:
-        # A rank without inputs takes part too: other ranks gather parameters from its shards.
+        # A rank without inputs also runs the model, because other ranks gather parameters from its
+        # shards.
         has_inputs = count_rows(inputs) > 0
         outputs = gathered(call_with(self.model, inputs if has_inputs else example))
-        # The root, and with --no-reshard every block, keeps its gathered parameters for backward.
-        # A checkpoint needs shards, and training must gather the parameters again after a change.
+        # The root module keeps its gathered parameters for backward, and with --no-reshard every
+        # block does. But a checkpoint needs shards, and training must gather the parameters again
+        # after they have changed.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # not recursive
@@ -248,7 +254,7 @@ class ShardedEngine(Engine):
 
 
 def count_replicas(world: World) -> str:
-    """Return the number of replicas with its noun: 1 replica, 2 replicas."""
+    """Return `1 replica`, `2 replicas` and so on."""
     return f"{world.size} replica{'s' * (world.size > 1)}"
 
 
@@ -259,11 +265,12 @@ def gathered(outputs: Any) -> Any:
 
 @contextmanager
 def without_side_effects(model: nn.Module, world: World) -> Iterator[None]:
-    """Context in which running the model changes neither norm statistics nor random generators.
+    """Context manager: running the model changes neither norm statistics nor random generators.
 
-    Only norms are set to evaluation mode, because a model may use fewer parameters in evaluation,
-    and all parameters must get a gradient. Synchronised batch norms stay in training mode, because
-    other ranks exchange statistics with this rank, but these norms get no samples of this rank.
+    Only norms are set to evaluation mode. The rest of the model stays in training mode, because all
+    parameters must get a gradient, and a model may use fewer parameters in evaluation. Synchronised
+    batch norms also stay in training mode, because other ranks exchange statistics with this rank,
+    but the samples of this rank are not counted.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
 

@@ -1,20 +1,21 @@
-"""Builds a model on the meta device; the model gets memory and weights after it is parallel.
+"""Builds a model on the meta device, and allocates and fills its weights after parallelization.
 
-    build_on_meta(make, seed)     parameters on the meta device: shapes and dtypes, no memory
-    apply.py                      cut into stages, split, shard: still on meta
-    materialize(model, device)    memory for this rank's shards
-    weights.fill(model)           one module at a time: initialise the whole module on the host,
-                                  copy this rank's shards of the module, free the module
+    build_on_meta(make, seed)     creates parameters on the meta device, which has no memory
+    apply.py                      cuts into stages, splits and shards the model, still on meta
+    materialize(model, device)    allocates memory for this rank's shards
+    weights.fill(model)           for one module at a time: initialises the whole module on the
+                                  host, copies this rank's shards of the module, frees the module
 
 Therefore a rank never holds more than its shards and one whole module. The seed of a module is
 derived from the run's seed and the module's name, so the weights do not depend on the layout.
 
-A module is initialised by `model.init_module(name, module)` if the model has this method, else by
-the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
-`nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one module at a time. In
-this case, every rank builds the whole model in host memory and copies its shards from there.
+If the model has the method `init_module`, `model.init_module(name, module)` initialises a module.
+Otherwise the module's `reset_parameters()` does. Weights that a constructor sets in another way
+(pretrained weights, `nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one
+module at a time. In this case, every rank builds the whole model in host memory and copies its
+shards from there.
 
-Weights of a checkpoint (`SavedWeights`) are read from safetensors files. Each rank reads only the
+`SavedWeights` reads the weights of a checkpoint from safetensors files. Each rank reads only the
 slices that it needs, one tensor at a time.
 """
 
@@ -50,28 +51,28 @@ _IN_PLACE_OPERATORS = tuple(
 
 
 class Weights(ABC):
-    """The initial weights of a model that was built on meta."""
+    """The initial weights of a model that was built on the meta device."""
 
     @abstractmethod
     def fill(self, model: nn.Module) -> None:
         """Write the initial values into every materialised parameter and buffer of the model.
 
-        `model` may be a part of the whole model, with the module names of the whole model.
+        `model` may be a part of the whole model. Its modules have the names of the whole model.
         """
 
     def release(self) -> None:
-        """Free the memory that is needed only until all weights are filled."""
+        """Free memory that is no longer needed after all weights are filled."""
         return
 
 
 class ModuleInit(Weights):
-    """Weights that are drawn for each module separately, with a seed for each module."""
+    """Weights that are initialised for each module separately, with one seed per module."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        """`model` is the whole model on the meta device, in the dtypes in which it was built."""
+        """`model` is the whole model on the meta device, with the dtypes of its constructor."""
         self._seed = seed
-        # Values are drawn in these dtypes, so that runs in float64 and in float32 start with equal
-        # weights.
+        # Values are drawn in the constructor's dtypes, so that runs in float64 and in float32 start
+        # with equal weights.
         self._dtypes = {
             name: tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
@@ -92,7 +93,7 @@ class ModuleInit(Weights):
                         values[key] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
                 new = [key for key, tensor in targets.items() if id(tensor) not in filled]
                 if not new:
-                    continue  # no tensors, or only tied tensors that are already initialised
+                    continue  # no tensors, or only tied tensors that are already filled
                 torch.default_generator.manual_seed(mixed_seed("weights", self._seed, name))
                 with _replaced(module, values):
                     if init_module is not None:
@@ -105,7 +106,7 @@ class ModuleInit(Weights):
 
 
 class CopiedWeights(Weights):
-    """The existing weights of a model, moved out of the model by `take_weights`."""
+    """The existing weights of a model. `take_weights` has moved them out of the model."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -120,7 +121,7 @@ class CopiedWeights(Weights):
 
 
 class FileChunk(NamedTuple):
-    """A box of a tensor, and the safetensors file and key under which its bytes are stored."""
+    """A rectangular part of a tensor, and the safetensors file and key that contain its bytes."""
 
     file: Path
     key: str
@@ -128,15 +129,15 @@ class FileChunk(NamedTuple):
 
 
 TensorSources = Mapping[str, Sequence[FileChunk] | Callable[[], Tensor]]
-"""Maps every name of a parameter or buffer to its chunks in files. If the files contain the tensor
-in another form, the name is mapped to a function that returns the whole tensor."""
+"""Maps the name of each parameter or buffer to its chunks in files. If the files contain the tensor
+in a different form, the name is mapped to a function that returns the whole tensor."""
 
 
 class SavedWeights(Weights):
-    """Weights in safetensors files, of which each rank reads only the slices of its shards."""
+    """Weights in safetensors files. Each rank reads only the slices of its shards."""
 
     def __init__(self, sources: TensorSources, others: Weights | None = None) -> None:
-        """`others` initialises the tensors that are not in the files, such as some buffers."""
+        """`others` initialises the tensors that are not in the files, for example buffers."""
         self._sources = sources
         self._others = others
 
@@ -161,14 +162,14 @@ class SavedWeights(Weights):
 
 
 class AdapterWeights(Weights):
-    """Weights of a model with LoRA adapters: `base` sets the frozen layers.
+    """Weights of a model with LoRA adapters. `base` fills the frozen layers.
 
-    lora_A has the initial values of a linear layer, with a seed for each layer. lora_B is 0. Files
-    of an adapter replace these values.
+    lora_A is initialised like a linear layer, with one seed per layer. lora_B is 0. If there are
+    adapter files, their values are used instead.
     """
 
     def __init__(self, base: Weights, seed: int, sources: TensorSources | None = None) -> None:
-        """`sources` maps names such as layers.0.q_proj.lora_A to the chunks in files."""
+        """`sources` maps names such as `layers.0.q_proj.lora_A` to chunks in files."""
         self._base = base
         self._seed = seed
         self._sources = sources or {}
@@ -197,7 +198,7 @@ class AdapterWeights(Weights):
         self._base.release()
 
 
-# After reading this many bytes the files are closed, which releases their mapped pages.
+# After this many bytes have been read, the files are closed, to release their mapped pages.
 _MAX_MAPPED_BYTES = 64 << 20
 
 
@@ -227,7 +228,7 @@ def read_shards(
 
 
 def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
-    """Convert spans, which are positions in the full tensor, to slices of the data in `box`."""
+    """Convert spans (positions in the full tensor) to slices of the data in `box`."""
     pairs = zip(spans, box.offsets, strict=True)
     return tuple(slice(start - offset, end - offset) for (start, end), offset in pairs)
 
@@ -238,21 +239,21 @@ def build_on_meta(
     """Build a model with its parameters on the meta device, and its buffers on the CPU.
 
     Returns the model, its weights and a note. If every rank has to build the whole model, the note
-    says why; otherwise the note is None.
+    gives the reason. Otherwise the note is None.
     """
     torch.manual_seed(seed)
     reason: str | None
     try:
         with warnings.catch_warnings(), _MetaConstruction() as construction:
-            warnings.simplefilter("ignore")  # such as "loading into meta parameters is a no-op"
+            warnings.simplefilter("ignore")  # for example "loading into meta parameters is a no-op"
             model = make()
         reason = construction.cannot_reproduce(model)
     except UsageError:
         raise
     except Exception as error:
-        # The constructor may read values of parameters, which meta tensors do not have. An error
-        # with another cause is raised again by the second call of `make`.
-        reason = f"its constructor does not work without memory ({type(error).__name__})"
+        # The constructor may read values of parameters, but meta tensors have no values. If the
+        # error has a different cause, the second call of `make` raises it again.
+        reason = f"its constructor does not work on the meta device ({type(error).__name__})"
     else:
         _refuse_lazy(model)
         if hasattr(model, "init_module"):
@@ -266,11 +267,11 @@ def build_on_meta(
     model = make()
     _refuse_lazy(model)
     weights = take_weights(model)
-    return model, weights, f"every rank builds the whole model on its host first: {reason}"
+    return model, weights, f"every rank first builds the whole model in host memory: {reason}"
 
 
 def build_with_buffers(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model with its parameters on meta, and with the buffers that its constructor sets."""
+    """Build a model with its parameters on meta, and with real buffers from its constructor."""
     hook = register_module_parameter_registration_hook(_move_to_meta)
     try:
         return make()
@@ -279,10 +280,10 @@ def build_with_buffers(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def take_weights(model: nn.Module) -> CopiedWeights:
-    """Move the parameters out of a model, in place. Afterwards its parameters are on meta."""
+    """Move the parameters out of a model, in place. Afterwards the model is on meta."""
     named = model.named_parameters(remove_duplicate=False)
     tensors = {name: parameter.detach() for name, parameter in named}
-    parameters = list(model.parameters())  # keeps the tensors alive, so that ids stay unique
+    parameters = list(model.parameters())  # keeps tensors alive, so that ids stay unique
     _replace(model, {id(p): _parameter_like(p, p.detach().to("meta")) for p in parameters})
     return CopiedWeights(tensors)
 
@@ -293,8 +294,8 @@ def is_on_meta(model: nn.Module) -> bool:
     if len(set(on_meta.values())) > 1:
         name = next(name for name, is_meta in on_meta.items() if is_meta)
         raise UsageError(
-            f"parameter {name} is on the meta device and others are not: build the whole model "
-            "under torch.device('meta'), or none of it"
+            f"parameter {name} is on the meta device, but other parameters are not: build either "
+            "the whole model under torch.device('meta'), or nothing"
         )
     return any(on_meta.values())
 
@@ -303,8 +304,8 @@ def is_on_meta(model: nn.Module) -> bool:
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate memory for this rank's shard of every meta parameter and buffer, in place.
 
-    The values are undefined afterwards. `Module.to_empty` is not used, because it would separate
-    tied parameters.
+    The values are undefined afterwards. `Module.to_empty` is not used, because it would untie tied
+    parameters.
     """
     replacements: dict[int, Tensor] = {}
     tensors = [*model.parameters(), *model.buffers()]  # kept alive, so that ids stay unique
@@ -314,7 +315,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             is_parameter = isinstance(tensor, nn.Parameter)
             replacements[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
     _replace(model, replacements)
-    # Move the buffers that were not on meta. `to` also makes FSDP record and pad the new shards.
+    # This moves the buffers that were not on meta. It also makes FSDP record and pad the new
+    # shards.
     model.to(device)
 
 
@@ -330,16 +332,16 @@ def copy_shard(whole: Tensor, target: Tensor) -> None:
 
 
 def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
-    """Raise RanksDiffer if replicas of a parameter have different values. Call it on every rank.
+    """Raise RanksDiffer if replicas of a parameter differ. Call this function on every rank.
 
-    Ranks that hold the same parameter or the same shard compare hashes; no parameter is gathered.
+    Ranks that hold the same parameter or the same shard compare hashes. No parameter is gathered.
     """
     hashes: dict[str, dict[str, str]] = {}  # {replicated axes: {parameter: hash of its values}}
     for name, tensor in model.named_parameters():
         axes = " ".join(replicated_axes(tensor, mesh))
         hashes.setdefault(axes, {})[name] = str(hash_tensor(local_shard(tensor)))
-    # Parameters with the same replicated axes have one combined hash, to keep the exchange small.
-    # The hashes of single parameters are exchanged only if combined hashes differ.
+    # Each set of parameters with the same replicated axes has one combined hash, to keep the
+    # exchange small. The hashes of single parameters are exchanged only if combined hashes differ.
     reports = gather_json({axes: mixed_seed(values) for axes, values in hashes.items()})
     differing = [
         (axes, group[0], rank)
@@ -357,7 +359,7 @@ def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
     names = [name for name, value in expected.items() if found.get(name) != value]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     raise RanksDiffer(
-        f"the parameters of rank {rank} on {host} differ from their replicas on rank {first}, in "
+        f"the parameters of rank {rank} on {host} differ from the replicas on rank {first} in "
         f"{', '.join(names[:3])}{more}: set the same seed on every rank before the model is built"
     )
 
@@ -374,7 +376,7 @@ def _replica_groups(mesh: Mesh, axes: list[str]) -> list[list[int]]:
 class _MetaConstruction(TorchFunctionMode):
     """Context in which parameters move to meta as soon as a module registers them.
 
-    Records which tensors are written in place, and whether a reset_parameters() writes them.
+    Records which tensors are written in place, and whether a `reset_parameters()` writes them.
     """
 
     def __init__(self) -> None:
@@ -396,7 +398,7 @@ class _MetaConstruction(TorchFunctionMode):
         self._hook.remove()
 
     def _observe_call(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Record calls of torch.nn.init, because some of its functions skip meta tensors."""
+        """Record calls of torch.nn.init, because some of its functions ignore meta tensors."""
         code = frame.f_code
         if event == "call" and code.co_filename == nn.init.__file__ and code.co_name.endswith("_"):
             self._record(frame.f_locals.get("tensor"), frame)
@@ -425,7 +427,7 @@ class _MetaConstruction(TorchFunctionMode):
         self._written_elsewhere.add(storage)
 
     def cannot_reproduce(self, model: nn.Module) -> str | None:
-        """Return why the weights cannot be drawn one module at a time, or None if they can."""
+        """Return why weights cannot be initialised one module at a time, or None if they can."""
         for name, module in model.named_modules():
             for key, tensor in _own_tensors(module):
                 full_name = f"{name}.{key}".removeprefix(".")
@@ -433,7 +435,7 @@ class _MetaConstruction(TorchFunctionMode):
                     if isinstance(tensor, nn.Parameter):
                         kind = type(tensor).__name__
                         return f"{full_name}, a {kind}, could not be moved to the meta device"
-                    continue  # a buffer that the constructor has computed on the CPU
+                    continue  # a buffer that the constructor computed on the CPU
                 storage = tensor.untyped_storage()._cdata
                 if storage in self._written_elsewhere:
                     return f"{full_name} is set outside of its module's reset_parameters()"
@@ -444,13 +446,13 @@ class _MetaConstruction(TorchFunctionMode):
 
 def _move_to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
     if type(parameter) is not nn.Parameter or parameter.is_meta:
-        return parameter  # a parameter on meta must stay the same object, because it may be tied
+        return parameter  # a meta parameter must stay the same object, because it may be tied
     return _parameter_like(parameter, parameter.detach().to("meta"))
 
 
 def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name == "__set__":  # sets a property; only `tensor.data = …` writes values
+    if name == "__set__":  # a property is set; only `tensor.data = …` writes values
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     if name.startswith("__"):
         return name == "__setitem__" or name in _IN_PLACE_OPERATORS
@@ -463,14 +465,14 @@ def _reset_of(module: nn.Module) -> Callable[[], None]:
         if callable(reset):
             return reset  # type: ignore[no-any-return]
     raise UsageError(
-        f"{type(module).__name__} on the meta device cannot be initialised: give it a method "
-        "reset_parameters(), or build the model with real weights"
+        f"{type(module).__name__} on the meta device cannot be initialised: add a method "
+        "reset_parameters() to it, or build the model with real weights"
     )
 
 
 @contextmanager
 def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which `tensors` replace the module's own parameters and buffers."""
+    """Context manager: `tensors` replace the module's own parameters and buffers."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for key, tensor in tensors.items():
         if parameters.get(key) is not None:
@@ -509,5 +511,5 @@ def _refuse_lazy(model: nn.Module) -> None:
         if is_lazy(tensor):
             raise UsageError(
                 f"{name} belongs to a lazy module, whose size is unknown before the first forward: "
-                "give its sizes, or run one forward in the function that makes the model"
+                "set its sizes, or run one forward in the function that makes the model"
             )

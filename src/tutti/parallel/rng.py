@@ -1,17 +1,18 @@
-"""Random generators in a layout, mainly for dropout: which ranks draw the same random numbers.
+"""Random generators in a layout: which ranks draw the same random numbers, mainly for dropout.
 
     data ranks (dp, shard)    different samples           different numbers
     stages (pp)               different layers            different numbers
-    tp, split activations     different heads, channels   different numbers: otherwise the masks of
+    tp, split activations     different heads, channels   different numbers. Otherwise the masks of
                               or sequence positions       the parts would not be independent
-    tp, whole activations     the same samples            the same numbers: otherwise the ranks'
+    tp, whole activations     the same samples            the same numbers. Otherwise the ranks'
                                                           copies would no longer be equal
 
-Every rank draws from torch's default generator, so checkpoints and recomputation save only the
-state of this generator. `seed_training_rng` seeds the generator for the activations between the
-split layers: all tp ranks get the same seed if each holds whole activations, and different seeds if
-each holds a part of the sequence. Some layers need the opposite. While such a layer runs, the
-generator has a temporary seed, which is derived from a number drawn from the generator:
+Every rank draws from torch's default generator, so checkpoints and recomputation need to save only
+the state of this generator. `seed_training_rng` seeds the generator for the activations between the
+split layers: all tp ranks get the same seed if each rank holds whole activations, and different
+seeds if each rank holds a part of the sequence. Some layers need the opposite. While such a layer
+runs, the generator has a temporary seed. The temporary seed is derived from a number that is drawn
+from the generator:
 
     whole activations        from a column layer to the next row layer: a different seed on each tp
                              rank, derived from a number that is the same on all tp ranks
@@ -39,7 +40,7 @@ _Context = Callable[[], AbstractContextManager[None]]
 
 
 def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
-    """Return the axes along which ranks draw different numbers: tp only if it splits sequences."""
+    """Return the axes along which ranks draw different numbers. With sequence splits also tp."""
     return tuple(axis for axis in AXES if axis != "tp" or splits_sequence)
 
 
@@ -54,7 +55,7 @@ def seed_training_rng(
 def set_up_dropout(
     model: nn.Module, mesh: Mesh, rules: Mapping[str, Role], *, splits_sequence: bool
 ) -> None:
-    """Make dropout in layers split over tp draw the numbers described above, in place.
+    """Change dropout in layers that tp splits, in place, to draw the numbers described above.
 
     A model without dropout is not changed, because hooks cost time and break the compiler's graph.
     """
@@ -64,7 +65,7 @@ def set_up_dropout(
     generator = torch.default_generator
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
-    same_numbers: _Context = nullcontext  # without sequence parallelism, tp ranks share their seed
+    same_numbers: _Context = nullcontext  # tp ranks already have the same seed
     if splits_sequence:
         same_numbers = partial(_seed_of_first_rank, generator, mesh)
     for dropout in model.modules():
@@ -78,7 +79,7 @@ def set_up_dropout(
         if role == "column":
             layer.register_forward_hook(rank_seed.begin)
         elif role == "row" and is_adapted(layer):
-            # The dropout of a LoRA adapter gets the channels of this rank, so the seed of this rank
+            # The dropout of this LoRA adapter gets only this rank's channels, so this rank's seed
             # is used until the adapter has run.
             layer.register_forward_hook(
                 lambda module, inputs, output: rank_seed.end(module, inputs)
@@ -86,8 +87,8 @@ def set_up_dropout(
         elif role == "row":
             layer.register_forward_pre_hook(rank_seed.end)
         if role is not None and role != "row" and is_adapted(layer):
-            # The dropout of this adapter gets whole activations, perhaps after another column layer
-            # has set the seed of this rank.
+            # The dropout of this adapter gets whole activations, so all tp ranks must draw the same
+            # numbers. But another column layer may already have set this rank's seed.
             for dropout in layer.modules():
                 if isinstance(dropout, _DropoutNd):
                     dropout.forward = partial(_with_context, rank_seed.shared, dropout.forward)
@@ -101,8 +102,8 @@ def has_dropout(model: nn.Module) -> bool:
 def dropout_probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield (module, attribute) of every dropout probability above 0.
 
-    The probability is the `p` of a Dropout layer, or any attribute with "drop" in its name, because
-    attention modules often store the probability as a number.
+    A probability is the `p` of a Dropout layer, or a number in any attribute with "drop" in its
+    name, because attention modules often store the probability as a number.
     """
     for module in model.modules():
         for name, value in vars(module).items():
@@ -113,7 +114,7 @@ def dropout_probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 class RankSeed:
-    """Gives each tp rank its own seed between a column layer and the row layer after it."""
+    """Gives each tp rank its own seed between a column layer and the next row layer."""
 
     def __init__(self, generator: torch.Generator, tp_rank: int) -> None:
         self._generator = generator
@@ -123,7 +124,7 @@ class RankSeed:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook of column layers; only the first column layer changes the seed."""
+        """Forward hook of column layers. Only the first column layer changes the seed."""
         if not module.training or self._is_active():
             return
         number = _draw()  # the same on all tp ranks
@@ -139,7 +140,7 @@ class RankSeed:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Context in which all tp ranks draw the same numbers, even between `begin` and `end`."""
+        """Context manager: all tp ranks draw the same numbers, even between `begin` and `end`."""
         if not self._is_active():
             yield
             return
@@ -154,15 +155,15 @@ class RankSeed:
     def _is_active(self) -> bool:
         """Return whether the generator has the seed of this rank.
 
-        A recomputation may stop between the column layer and the row layer, and then restores the
-        generator. A flag set by `begin` would then be wrong.
+        The seed is compared, because a flag set by `begin` could be wrong: a recomputation may stop
+        between the column layer and the row layer, and then it restores the generator.
         """
         return self._generator.initial_seed() == self._rank_seed
 
 
 @contextmanager
 def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None]:
-    """Context in which all tp ranks draw the same numbers."""
+    """Context manager: all tp ranks draw the same numbers."""
     seed = torch.tensor([_draw()], device=mesh.world.device)
     broadcast(seed, 0, group=mesh.group("tp"))
     state = generator.get_state()
@@ -176,8 +177,8 @@ def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None
 def _local_dropout(dropout: nn.Module, forward: Any, same_numbers: _Context, input: Tensor) -> Any:
     """Run forward of a dropout layer. Its input may be a DTensor that is equal on all tp ranks.
 
-    DTensor's own dropout would draw a different mask per rank on the CPU, and on CUDA it would set
-    the generator of every rank to the state of rank 0.
+    On the CPU, DTensor's own dropout would draw a different mask on each rank. On CUDA, it would
+    set the generator of every rank to the state of rank 0.
     """
     if not (isinstance(input, DTensor) and dropout.training):
         return forward(input)
@@ -192,11 +193,11 @@ def _with_context(context: _Context, forward: Any, input: Tensor) -> Any:
 
 
 def _draw() -> int:
-    """Draw a number on the CPU, because reading a number from a GPU would wait for the GPU."""
+    """Draw a number on the CPU. Reading a number from a GPU would wait for the GPU."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 def mixed_seed(*parts: object) -> int:
-    """Return a 63-bit seed derived from any values. It is the same on every machine."""
+    """Return a 63-bit seed that is derived from any values, equal on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,6 +1,6 @@
 """Batch norm with statistics over the microbatches of all data ranks, as on one device.
 
-On CUDA, torch's SyncBatchNorm is used, which has fused kernels but does not support CPU tensors.
+On CUDA, torch's SyncBatchNorm is used. It has fused kernels, but does not support CPU tensors.
 Parameters and buffers are the same as in a plain BatchNorm, so that checkpoints are
 interchangeable. For the N values xᵢ of a channel, over all samples and pixels:
 
@@ -9,8 +9,8 @@ interchangeable. For the N values xᵢ of a channel, over all samples and pixels
     ∂L/∂xᵢ = γ / √(σ² + ε) · (dyᵢ − Σ dyⱼ / N − x̂ᵢ · Σ dyⱼ x̂ⱼ / N)
 
 dyᵢ is ∂L/∂yᵢ, the gradient of the output. All sums are over all ranks, with one collective in
-forward and one in backward. Each rank computes its own part of the gradients of γ and β, which the
-engine sums like all other gradients.
+forward and one in backward. Each rank computes its own part of the gradients of γ and β. The engine
+sums these parts like all other gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -28,17 +28,17 @@ from tutti.world.errors import UsageError
 
 
 def convert_batchnorms(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Replace every batch norm by a synchronised batch norm with the same parameters and buffers.
+    """Replace every batch norm with a synchronised batch norm that has the same parameters.
 
-    Call this function on every rank. Returns the model, or the new norm if the model itself is a
-    batch norm.
+    Parameters and buffers are kept. Call this function on every rank. Returns the model, or the new
+    norm if the model itself is a batch norm.
     """
     if isinstance(model, _BatchNorm) and not isinstance(model, JointBatchNorm):
         if type(model) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
             return _synchronised(model, mesh)
         raise UsageError(
-            f"--sync-batchnorm cannot replace {type(model).__name__}, which may have a different "
-            "forward: use torch's BatchNorm1d, 2d or 3d in the model"
+            f"--sync-batchnorm cannot replace {type(model).__name__}, because its forward may "
+            "differ from torch's: use BatchNorm1d, BatchNorm2d or BatchNorm3d in the model"
         )
     for name, child in model._modules.items():
         if child is not None:
@@ -58,17 +58,17 @@ def _synchronised(plain: _BatchNorm, mesh: Mesh) -> nn.Module:
 
 
 class JointBatchNorm(_BatchNorm, ABC):
-    """A batch norm with the statistics of all ranks. Some ranks may have no samples.
+    """A batch norm with statistics over all ranks. Some ranks may have no samples.
 
-    In evaluation without running statistics, each rank uses only its own samples, as in torch.
+    In evaluation without running statistics, each rank uses only its own samples, as torch does.
     """
 
     process_group: Any = None
     without_samples: bool = False
-    """True while this rank runs on example inputs. These inputs must not be counted, but the rank
-    must take part in every collective."""
+    """True while this rank runs on example inputs. These inputs must not affect the statistics, but
+    the rank must take part in every collective."""
 
-    # The compiler would break the graph at the collective, and recompile for each batch size.
+    # torch.compile would break the graph at the collective and recompile for each batch size.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if not (self.without_samples and self.training):
@@ -92,7 +92,7 @@ class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
         if input.numel() or not self.training:
             return nn.SyncBatchNorm.forward(self, input)
         # A rank without samples would send zeros in the dtype of its input, but ranks with 16-bit
-        # samples send float32 sums.
+        # samples send float32 sums. So the input is converted first.
         return nn.SyncBatchNorm.forward(self, input.to(_wide(input))).to(input.dtype)
 
 
@@ -131,8 +131,8 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     """Return each channel's mean and biased variance, and the count, over all ranks.
 
     In one collective, every rank r sends its mean mᵣ, its sum Σ (xᵢ − mᵣ)² and its count nᵣ. The
-    variance follows from Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²]. A variance
-    computed from Σ xᵢ² would lose precision by cancellation if the data is far from 0.
+    variance is computed with Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²]. A variance from Σ xᵢ²
+    would lose precision by cancellation if the mean is far from 0.
     """
     x = x.to(_wide(x))
     dims = [0, *range(2, x.dim())]  # all dims but the channels
@@ -174,7 +174,7 @@ class _Normalise(torch.autograd.Function):
         dims = [0, *range(2, x.dim())]
         dbias, dweight = dy.sum(dims), (dy * normed).sum(dims)
         dx = None
-        if ctx.needs_input_grad[0]:  # equal on all ranks, because they have the same model
+        if ctx.needs_input_grad[0]:  # equal on all ranks, because the model is the same
             sums = torch.stack([dbias, dweight])
             all_reduce(sums, group=ctx.group)
             mean_dy, mean_dy_normed = sums / max(ctx.count, 1)

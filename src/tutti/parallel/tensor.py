@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of a layer are split over ranks that work on the same samples.
+"""Tensor parallelism: a layer's matrices are split over ranks that work on the same samples.
 
 With `sequence_parallel`, the activations between the split layers are split along the sequence:
 
@@ -6,11 +6,11 @@ With `sequence_parallel`, the activations between the split layers are split alo
             part of the                 some of the              part of the
              sequence                      heads                  sequence
 
-An all-reduce (every rank gets the whole sum) becomes a reduce-scatter and an all-gather, which
-transfer the same number of bytes. Norms and residuals need only 1/tp of the memory and time.
-Without `sequence_parallel`, every rank holds whole activations and computes all norms.
+With `sequence_parallel`, a reduce-scatter and an all-gather replace each all-reduce. They transfer
+the same number of bytes as the all-reduce, but norms and residuals need only 1/tp of the memory and
+time. Without `sequence_parallel`, every rank holds whole activations and computes all norms.
 
-Inside the layers named in the sharding rules, weights and activations are DTensors. Between these
+Inside the layers that the sharding rules name, weights and activations are DTensors. Between these
 layers, activations are plain tensors that contain this rank's part.
 """
 
@@ -65,10 +65,11 @@ def tensor_parallel(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split the layers named in `rules` over tp, in place. Layers of other stages are skipped.
+    """Split the layers in `rules` over the tp ranks, in place. Layers of other stages are skipped.
 
-    With `loss_parallel`, the outputs of the head stay split along the vocabulary, and the loss must
-    be computed inside `loss_context`. If the model is on the meta device, ranks do not communicate.
+    If `loss_parallel` is true, the outputs of the head stay split along the vocabulary, and the
+    loss must be computed inside `loss_context`. If the model is on the meta device, ranks do not
+    communicate.
     """
     # The placement of activations between the split layers.
     stream = Shard(SEQUENCE) if sequence_parallel else Replicate()
@@ -77,7 +78,7 @@ def tensor_parallel(
     ties = shared_parameters(model)
     named = model.named_parameters(remove_duplicate=False)
     frozen = [name for name, parameter in named if not parameter.requires_grad]
-    # Modules of other pipeline stages are missing, or have no parameters.
+    # `layers` leaves out the modules of other pipeline stages, which have no parameters.
     layers = {
         name: layer
         for name, layer in model.named_modules()
@@ -95,7 +96,7 @@ def tensor_parallel(
             layer.register_forward_pre_hook(partial(_gather_input, stream, tp_mesh))
         elif role in ("whole", "per_head") or (role == "norm" and not sequence_parallel):
             # A per_head layer gets this rank's heads. Its input is declared as split along the
-            # sequence, because DTensor then sums the gradient of the weights over ranks.
+            # sequence, so that DTensor sums the gradient of the weights over ranks.
             as_dtensor = partial(_as_dtensor, Shard(SEQUENCE) if role == "per_head" else stream)
             distribute_module(layer, tp_mesh, _replicate, as_dtensor, _output_to_local)
         else:
@@ -115,12 +116,12 @@ def tensor_parallel(
             if head_size(attention):
                 attentions.add(attention)
     if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in layers.values()):
-        # In evaluation, the fused kernel of TransformerEncoderLayer would read the weights without
-        # calling the layers.
+        # In evaluation, the fused kernel of TransformerEncoderLayer would read the weights
+        # directly, without calling the split layers.
         torch.backends.mha.set_fastpath_enabled(False)
     for attention in attentions:
         _set_local_sizes(attention, mesh.layout.tp)
-    for name in frozen:  # torch's styles create parameters that require gradients
+    for name in frozen:  # torch's ParallelStyles create parameters that require gradients
         model.get_parameter(name).requires_grad_(False)
     _restore_ties(model, ties)
     set_up_dropout(model, mesh, rules, splits_sequence=sequence_parallel)
@@ -129,22 +130,22 @@ def tensor_parallel(
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
     """Return the context in which a loss is computed.
 
-    `split_logits` says whether the logits are split along the vocabulary.
+    `split_logits` is whether the logits are split along the vocabulary.
     """
     return loss_parallel() if split_logits else nullcontext()
 
 
 def overlap_matrix_products(mesh: Mesh, options: ParallelOptions, compiled: bool) -> None:
-    """Make the compiler split matrix products, so that one part is sent while another is computed.
+    """Let the compiler split matrix products, so that one part is sent while another is computed.
 
-    Raises UsageError without CUDA, compilation or sequence parallelism.
+    Raises UsageError if CUDA, compilation or sequence parallelism is missing.
     """
     if mesh.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
         raise UsageError(
-            "--async-tp needs CUDA, --compile and --sequence-parallel: add them, or leave out "
-            "--async-tp"
+            "--async-tp needs CUDA, --compile and --sequence-parallel: add what is missing, or "
+            "remove --async-tp"
         )
-    from torch._inductor import config  # torch 2.11 to 2.15 have no public name for this option
+    from torch._inductor import config  # torch 2.11 to 2.15 have no public name for the option
     from torch.distributed import _symmetric_memory as symmetric
 
     config._micro_pipeline_tp = True
@@ -161,7 +162,7 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
         return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
     if role == "column":
         return ColwiseParallel(input_layouts=Replicate() if gathered else stream)
-    if role == "head_bias":  # the inputs are positions, which are the same on all ranks
+    if role == "head_bias":  # the inputs are positions, equal on all ranks
         return ColwiseParallel(input_layouts=Replicate())
     if role == "row":
         return RowwiseParallel(output_layouts=stream)
@@ -177,7 +178,7 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
 
 
 def _split_transposed(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    """Split a linear layer whose weight is (inputs, outputs), with the style of an nn.Linear."""
+    """Split a linear layer with a weight of shape (inputs, outputs), like an nn.Linear."""
     assert isinstance(style, ColwiseParallel | RowwiseParallel)
     by_outputs = isinstance(style, ColwiseParallel)
 
@@ -202,12 +203,13 @@ def _split_transposed(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) 
 def _split_adapter(
     layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle, stream: Any, gathered: bool
 ) -> None:
-    """Split the LoRA matrices B A of a linear layer that is split with `style`.
+    """Split the LoRA matrices A and B of a linear layer that is split with `style`.
 
-    column: B is split by outputs like the layer, and every rank holds the whole A. row: A is split
-    by inputs like the layer, and every rank holds the whole B. Either way, ranks exchange only
-    as many values per token as the LoRA rank. If the input is a DTensor (`gathered`), the output of
-    A stays a DTensor, so that the gradient of the input is summed once for all column layers.
+    In a column layer, B is split by outputs like the layer, and every rank holds the whole A. In a
+    row layer, A is split by inputs like the layer, and every rank holds the whole B. In both cases,
+    the number of values per token that ranks exchange is only the LoRA rank. If the input is a
+    DTensor (`gathered`), the output of A stays a DTensor, so that the gradient of the input is
+    summed only once for all column layers.
     """
     a, b = adapter_layer(layer, "lora_A"), adapter_layer(layer, "lora_B")
     by_outputs = isinstance(style, ColwiseParallel)
@@ -215,14 +217,14 @@ def _split_adapter(
     finish = None if by_outputs and gathered else _output_to_local
     distribute_module(whole, mesh, _replicate, partial(_as_dtensor, stream), finish)
     parallelize_module(split, mesh, style)
-    # A recomputation ends as soon as it has the activations that backward needs. Backward needs the
-    # activations of the adapter, but not the output of the frozen layer. Without this hook, no code
-    # would then wait for the collective of that output.
+    # A recomputation ends as soon as it has all activations that backward needs. Backward needs the
+    # activations of the adapter, but not the output of the frozen layer. So without this hook, no
+    # code would wait for the collective of the frozen layer's output.
     base_layer_of(layer).register_forward_hook(_wait_for_output)
 
 
 def _set_local_sizes(attention: nn.Module, tp: int) -> None:
-    """Divide the numbers of heads by tp, because some modules use these numbers to reshape."""
+    """Divide the head counts and sizes by tp, because some modules use them to reshape tensors."""
     for name in (
         *("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads"),
         *("hidden_size", "inner_dim", "all_head_size"),
@@ -233,10 +235,11 @@ def _set_local_sizes(attention: nn.Module, tp: int) -> None:
 
 
 def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Wait for the embedding's collective, and return a plain tensor.
+    """Wait for the collective of a layer's output, and return a plain tensor.
 
     If the input of a compiled block is an AsyncCollectiveTensor, the block returns a gradient that
-    DTensor cannot read (torch 2.13). The next layer would have to wait for the collective anyway.
+    DTensor cannot read (torch 2.13). Waiting here costs no time, because the next layer would have
+    to wait for the collective anyway.
     """
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
@@ -244,23 +247,24 @@ def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> to
 def _input_first(
     first: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Pass the first parameter of forward by position, even if the caller passed it by keyword.
+    """Pass the first argument of forward by position, even if the caller passed it by keyword.
 
-    The hook must not contain the layer's name: blocks that differ in a hook are compiled again.
+    The hook must not contain the layer's name, because blocks with different hooks are compiled
+    separately.
     """
     if args:
         return args, kwargs
     if first not in kwargs:
         raise UsageError(
-            f"sharding rules: a {type(module).__name__} is called without its first parameter, "
-            f"{first or 'none'}: tp splits this input, so forward must have it as a parameter and "
-            "get a value for it"
+            f"sharding rules: a {type(module).__name__} is called without its first argument "
+            f"({first or 'none'}). tp splits this argument, so forward must have a first "
+            "parameter, and the caller must pass a value for it"
         )
     return (kwargs[first],), {key: value for key, value in kwargs.items() if key != first}
 
 
 def _gather_input(stream: Any, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Gather the first input of a module once, for all column layers inside the module.
+    """Gather the first input of a module once for all column layers inside the module.
 
     In backward, autograd adds the gradients of the column layers, and one collective sums the
     result over ranks.
@@ -295,8 +299,8 @@ def place_gradients(model: nn.Module) -> None:
     """Redistribute every gradient to the placements of its parameter.
 
     After backward, a gradient has the placements of the last operation. For example, the gradient
-    of a norm that was applied to a part of the sequence must still be summed over tp. FSDP does
-    this sum for the parameters that it shards.
+    of a norm that was applied to a part of the sequence must still be summed over the tp ranks. For
+    the parameters that FSDP shards, FSDP computes this sum.
     """
     for parameter in model.parameters():
         gradient, value = parameter.grad, parameter.data
@@ -307,7 +311,7 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter with several names, such as a tied embedding and head."""
+    """Return all names of each parameter that has several, such as a tied embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -315,15 +319,16 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _restore_ties(model: nn.Module, ties: list[list[str]]) -> None:
-    """Tie parameters again, after the split has created one parameter for each name."""
+    """Tie parameters again, because splitting has created one parameter for each name."""
     for first, *others in ties:
         kept = model.get_parameter(first)
         for name in others:
             split = model.get_parameter(name)
             if getattr(split, "placements", ()) != getattr(kept, "placements", ()):
                 raise UsageError(
-                    f"sharding rules: {first} and {name} are one parameter, but are split "
-                    'differently. Give them roles that agree, as "vocabulary" and "head" do'
+                    f"sharding rules: {first} and {name} are tied (one parameter), but their "
+                    'roles split it differently. Use roles that agree, such as "vocabulary" and '
+                    '"head"'
                 )
             path, _, key = name.rpartition(".")
             setattr(model.get_submodule(path), key, kept)
