@@ -136,7 +136,7 @@ def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
         if name not in available:
             raise UsageError(f"--only: there is no pair {name!r}: {did_you_mean(name, available)}")
         if only.count(name) > 1:
-            raise UsageError(f"--only {','.join(only)} names {name} twice: name each pair once")
+            raise UsageError(f"--only {','.join(only)} has {name} twice. Name each pair once")
     return [available[name] for name in only or from_file or BUILTIN_PAIRS]
 
 
