@@ -30,10 +30,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, NoReturn
 
-# Modules that ranks use. Creating an optimizer imports torch._dynamo, which takes a second.
+# Modules that ranks use. Creating an optimizer imports torch._dynamo, which takes a second, and
+# building a Hugging Face model imports transformers.modeling_utils, which takes two.
 _IMPORTS = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "hypothesis", "pytest", "runpy"),
+    *("transformers.modeling_utils", "peft"),
     *(
         "tutti.bench.collectives.interleaved_sweep",
         "tutti.parallel.apply",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tiny_models import torchvision_or_skip
 from tutti.models import EfficientNet, EfficientNetConfig
 from tutti.models.efficientnet import Block, SqueezeExcite, Stage, StochasticDepth
 
@@ -26,7 +27,7 @@ def test_the_number_of_parameters_is_as_published(size: str) -> None:
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_weights_have_the_shapes_of_torchvision(size: str) -> None:
-    torchvision = pytest.importorskip("torchvision")
+    torchvision = torchvision_or_skip()
     with torch.device("meta"):
         ours = EfficientNet(EfficientNetConfig(size=size, auxiliary=False))  # type: ignore[arg-type]
         theirs = getattr(torchvision.models, f"efficientnet_v2_{size}")()

@@ -4,9 +4,6 @@ The models are built from configurations, as their libraries build them. Their d
 probabilities are not 0; the parity check sets them to 0.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tutti
+from tiny_models import torchvision_or_skip
 from worlds import in_world
 
 pytestmark = pytest.mark.timeout(300)
@@ -123,22 +121,6 @@ class ComputesInFloat32(nn.Module):
         return self.last(hidden.softmax(-1).to(x.dtype))
 
 
-def import_timm() -> None:
-    """Import timm, from the directory of `make test` where it is not installed.
-
-    That torchvision may be a build for CUDA beside a torch for the CPU. Its Python code works
-    then, except that it needs the names of two operators that its library would have defined.
-    """
-    sys.path.append(str(Path(sys.prefix, "timm")))
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        operators = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import timm  # noqa: F401
-
-
 def check_models(world: tutti.World, cases: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Return the row of each (model, layouts, pixels), keyed by "model layout"."""
     from tutti.parallel.layout import Layout
@@ -148,7 +130,7 @@ def check_models(world: tutti.World, cases: list[tuple[str, str, int]]) -> dict[
     from tutti.train.init import agree
 
     if any(name.startswith("timm:") for name, _, _ in cases):
-        import_timm()
+        torchvision_or_skip()  # timm imports it
     rows = {}
     for name, texts, pixels in cases:
         model = name if ":" in name else f"{__name__}:{name}"
@@ -191,8 +173,7 @@ def test_models_pass_in_every_layout_or_are_refused_with_the_reason() -> None:
 
 
 def test_timm_models_pass() -> None:
-    if not Path(sys.prefix, "timm").exists() and importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed: `make test` installs it")
+    torchvision_or_skip()
     layouts = "dp2 shard2 pp2"
     rows = check_all([("timm:test_resnet", layouts, 64), ("timm:test_vit", f"{layouts} tp2", 160)])
     assert len(rows) == 7 and all(row["ok"] for row in rows.values()), rows
