@@ -41,7 +41,10 @@ def extensions() -> list[Extension]:
         built.append(extension(jit_build.front_library()))
         built.append(extension(jit_build.recorder_library()))
     except ImportError:
-        print("this build cannot import torch: the shm front and the recorder are compiled at first use")
+        print(
+            "this build cannot import torch, so the shm front and the recorder are compiled at "
+            "first use"
+        )
     return built
 
 

@@ -31,7 +31,7 @@ import tutti
 from tutti.machine.environment import describe_environment
 from tutti.models.config import EfficientNetConfig, GPTConfig, OwnModelConfig, WideResNetConfig
 from tutti.parallel.layout import Layout
-from tutti.plan.calibrate import read_calibration
+from tutti.plan.calibration_file import read_calibration
 from tutti.plan.cluster_spec import named_cluster
 from tutti.plan.memory_estimate import MemoryModel
 from tutti.plan.model_trace import ModelTracer

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from forked_commands import run_all
+from tutti.plan.cluster_spec import named_cluster
+from tutti.plan.operator_cost import default_rates, rates_row
 
 # A right command line for each command; the mistake is inserted at None.
 COMMANDS: dict[str, list[str | None]] = {
     "train": ["--recipe", "lenet", "--steps", "1", None],
     "parity": ["--recipe", "gpt", "--layouts", "dp2", "--ranks", "2", None],
     "predict": ["--run", "run", None],
+    "export": ["--run", "run", "--to", "to", None],
     "run": [None, "script.py"],
     "world": [None],
     "bench collectives": ["--ranks", "2", None],
@@ -31,11 +34,14 @@ COMMANDS: dict[str, list[str | None]] = {
     "doctor": [None],
     "profile": ["--trace", "run", None],
     "scale": ["--ranks", "1,2", "--recipe", "gpt", None],
+    "plan": ["--recipe", "gpt", "--gpus", "2xH100", None],
     "tune": ["--recipe", "gpt", None],
     "report": ["result.json", None],
     "submit slurm": ["--nodes", "2", None, "--", "python", "x.py"],
     "submit mpi": ["--hosts", "a:2", None, "--", "python", "x.py"],
 }
+# Commands that also take the flags of tutti train, which their help does not list.
+TRAIN_FLAGS = ("scale", "plan", "tune")
 HUGE = "9" * 23
 
 
@@ -69,12 +75,15 @@ def mistakes(command: str, flag: str, value: str) -> Iterator[list[str]]:
 FOLDER_FLAGS = {
     "--log-dir",
     "--tensorboard",
+    "--to",
     "train --out",
     "scale --out",
     "tune --out",
     "profile --out",
+    "plan --out",
 }
 INPUT_FLAGS = {"--trace", "--from", "--run", "--prompts", "--file", "--data-dir"}
+INPUT_FLAGS |= {"--machine", "--cluster", "--calibration"}
 WRONG_OUTPUTS = ("/proc/x", "script.py/x", "locked/x", "n" * 300)
 
 
@@ -96,6 +105,25 @@ ROW = {"op": "all_reduce", "backend": "shm", "ranks": 2, "bytes": 4, "time_us": 
 RESULT = {"schema": "tutti.bench.collectives/1", "rows": [ROW], "world": {"size": 2}}
 RULES = '[[expect]]\nop = "all_reduce"\nbusbw_gbs = { min = 1 }\n'
 PAIRS = "def one(setting):\n    pass\nPAIRS = [one]\n"
+CLUSTER = 'gpus = "16xH100"\nper_node = 8\nmemory_gb = 80\n'
+CALIBRATION: dict[str, Any] = {
+    "schema": "tutti.calibration/1",
+    "environment": {"versions": {}, "cpu": "x"},
+    "device": "NVIDIA H100 80GB HBM3",
+    "ranks": 1,
+    "rates": rates_row(default_rates(named_cluster("H100", 1))),
+    "collectives": [{"op": "all_reduce", "ranks": 2, "alpha_s": 1e-5, "beta_s_per_byte": 1e-11}],
+    "spread": {"memory": 0.1},
+    "peak_flops": {},
+    "memory_bandwidth": None,
+}
+PLAN = ["plan", "--recipe", "gpt"]
+SUMMARY = {
+    "plan": {"rank_batch": 4, "accumulation": 1, "global_batch": 4},
+    "memory": {"ranks": [{"rank": 0, "parameters": 4}]},
+    "layout": "dp1",
+    "world": {"device": "cpu"},
+}
 TRACE = {"traceEvents": [{"ph": "X", "name": "aten::add", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}
 
 
@@ -139,7 +167,7 @@ INPUTS = {
     ),
     "machine": Input(
         ".json",
-        [["topo", "--from", None], ["doctor", "--from", None]],
+        [["topo", "--from", None], ["doctor", "--from", None], [*PLAN, "--machine", None]],
         json.dumps(MACHINE),
         {
             "another schema": changed(MACHINE, schema="tutti.machine/99"),
@@ -147,6 +175,50 @@ INPUTS = {
             "no machine": changed(MACHINE, machines=[]),
             "wrong type": changed(MACHINE, machines=[3]),
             "unknown key": changed(MACHINE, machines=[{"host": "a", "hosst": "b"}]),
+            "a list": "[1, 2]",
+            "deep": "[" * 100_000,
+        },
+    ),
+    "cluster": Input(
+        ".toml",
+        [[*PLAN, "--cluster", None]],
+        CLUSTER,
+        {
+            "no GPUs": "per_node = 8\n",
+            "unknown GPU": CLUSTER.replace("H100", "H1000"),
+            "not a multiple": CLUSTER.replace("16", "17"),
+            "GPUs of a wrong type": CLUSTER.replace('"16xH100"', "16"),
+            "unknown key": CLUSTER.replace("memory_gb", "memory"),
+            "wrong type": CLUSTER.replace("80", '"80 GB"'),
+            "negative": CLUSTER.replace("80", "-80"),
+            "not finite": CLUSTER.replace("80", "nan"),
+            "infinite": CLUSTER.replace("80", "inf"),
+            "no GPU per node": CLUSTER.replace("8\n", "0\n", 1),
+            "key twice": f"{CLUSTER}memory_gb = 80\n",
+        },
+    ),
+    "calibration": Input(
+        ".json",
+        [
+            [*PLAN, "--gpus", "2xH100", "--calibration", None],
+            ["plan", "--from", "ended", "--gpus", "2xH100", "--calibration", None],
+        ],
+        json.dumps(CALIBRATION),
+        {
+            "another schema": changed(CALIBRATION, schema="tutti.calibration/99"),
+            "another device": changed(CALIBRATION, device="cpu"),
+            "no rates": changed(CALIBRATION, rates={}),
+            "a rate of a wrong type": changed(
+                CALIBRATION, rates={**CALIBRATION["rates"], "memory": "fast"}
+            ),
+            "an unknown rate": changed(CALIBRATION, rates={**CALIBRATION["rates"], "x": 1}),
+            "a curve of a wrong type": changed(
+                CALIBRATION, rates={**CALIBRATION["rates"], "memory_curve": 3}
+            ),
+            "collectives of a wrong type": changed(CALIBRATION, collectives=[3]),
+            "a spread of a wrong type": changed(CALIBRATION, spread={"memory": "large"}),
+            "a bandwidth of a wrong type": changed(CALIBRATION, memory_bandwidth="fast"),
+            "versions of a wrong type": changed(CALIBRATION, environment={"versions": 3}),
             "a list": "[1, 2]",
             "deep": "[" * 100_000,
         },
@@ -214,13 +286,34 @@ INPUTS = {
     ),
     "run": Input(
         "/",
-        [["predict", "--run", None], ["train", "--resume", "--out", None]],
+        [
+            ["predict", "--run", None],
+            ["train", "--resume", "--out", None],
+            ["export", "--run", None, "--to", "to"],
+            ["plan", "--from", None],
+        ],
         None,
         {
             "no recipe": "",
             "a damaged recipe": "recipe.toml:base = ",
             "a recipe of a wrong type": "recipe.toml:base = 3",
             "no checkpoint": f"recipe.toml:{RECIPE}",
+        },
+    ),
+    "summary": Input(
+        "/",
+        [["plan", "--from", None]],
+        None,
+        {
+            "damaged": "summary.json:{]",
+            "a list": "summary.json:[1]",
+            "not complete": "summary.json:{}",
+            "a layout of a wrong type": f"summary.json:{changed(SUMMARY, layout=3)}",
+            "an unknown layout": f"summary.json:{changed(SUMMARY, layout='xp2')}",
+            "memory of a wrong type": f"summary.json:{changed(SUMMARY, memory=[3])}",
+            "ranks of a wrong type": f"summary.json:{changed(SUMMARY, memory={'ranks': [3]})}",
+            "a rate of a wrong type": f"summary.json:{changed(SUMMARY, samples_per_s='x')}",
+            "an unknown GPU": f"summary.json:{changed(SUMMARY, world={'device': 'cuda:0'})}",
         },
     ),
     "traces": Input(
@@ -318,6 +411,8 @@ def wrong_paths(kind: str, directory: Path) -> Iterator[tuple[str, str]]:
             inner, colon, text = content.decode().partition(":")
             if colon:
                 (path / inner).write_text(text)
+            if kind == "summary":
+                (path / "recipe.toml").write_text(RECIPE)
         else:
             path.write_bytes(content)
         yield name, path.name
@@ -346,7 +441,8 @@ def cases_of_flags(pages: dict[str, str]) -> Iterator[Case]:
     for command, line in COMMANDS.items():
         place = line.index(None)
         before, after = ([str(x) for x in part] for part in (line[:place], line[place + 1 :]))
-        for flag, value in flags_of(pages[command]):
+        page = pages[command] + (pages["train"] if command in TRAIN_FLAGS else "")
+        for flag, value in dict(flags_of(page)).items():
             # A model's size may come from a flag or from a file, so its message has the bare name.
             named = [flag[2:], flag[2:].replace("-", "_"), f"{flag[2:4]}{flag[3:]}"]
             for wrong in [*mistakes(command, flag, value), *wrong_outputs(command, flag, value)]:
@@ -374,6 +470,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, dict[
     for name, base in (("run", "lenet"), ("gpt", "gpt")):
         (directory / name / "checkpoints/step-00000001").mkdir(parents=True)
         (directory / name / "recipe.toml").write_text(f'base = "{base}"\n')
+    (directory / "ended").mkdir()
+    (directory / "ended/recipe.toml").write_text(RECIPE)
+    (directory / "ended/summary.json").write_text(json.dumps(SUMMARY))
     names = list(COMMANDS)
     done = run_all([[*name.split(), "--help"] for name in names], directory)
     pages = {name: page["out"] for name, page in zip(names, done, strict=True)}

@@ -9,15 +9,13 @@ import torch
 
 from tutti.plan.calibrate import (
     GPU_SHAPES,
-    SCHEMA,
     Shapes,
     fit_calibration,
     measure_host,
     measure_rank,
     operator_cases,
-    read_calibration,
-    write_calibration,
 )
+from tutti.plan.calibration_file import SCHEMA, read_calibration, write_calibration
 from tutti.plan.cluster_spec import named_cluster
 from tutti.plan.collective_cost import CollectiveCost
 from tutti.plan.operator_cost import OperatorCost, default_rates

@@ -295,7 +295,7 @@ def test_a_damaged_folder_is_refused_before_ranks_start(
 def test_weights_that_do_not_fit_the_configuration_are_refused(
     changes: dict[str, Any], words: str, folder: Path, tmp_path: Path
 ) -> None:
-    from tutti.models.pretrained import ModelError
+    from tutti.models.config import ModelError
     from tutti.train.init import build_meta_model
 
     shutil.copytree(folder / "llama", tmp_path / "llama")

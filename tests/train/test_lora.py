@@ -19,7 +19,7 @@ from torch import nn
 
 import tutti
 from tiny_models import SIZES, save_tokenizer, save_tokens
-from tutti.models.pretrained import ModelError
+from tutti.models.config import ModelError
 from tutti.world.errors import UsageError
 from worlds import in_world, run_tutti
 

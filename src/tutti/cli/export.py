@@ -1,11 +1,10 @@
 """tutti export: writes the weights of a run into a directory, for other programs."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
-from tutti.cli.flags import parse
+from tutti.cli.flags import InputFolder, OutputFolder, parse
 from tutti.measure.units import format_bytes
+from tutti.train.run_directory import Format, check_export
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +16,11 @@ class ExportFlags:
     from_pretrained can load the exported directory.
     """
 
-    run: Path
+    run: InputFolder
     """Run directory, which is the --out directory of tutti train."""
-    to: Path
+    to: OutputFolder
     """New directory for the exported files."""
-    format: Literal["safetensors", "hf", "state_dict", "adapter"] | None = None
+    format: Format | None = None
     """`hf`: a directory for from_pretrained. `safetensors`: the weights as safetensors files.
     `state_dict`: model.pt for torch.load. `adapter`: only the LoRA adapter of a run with --lora, as
     a directory for PeftModel.from_pretrained. In the other formats, the adapter is merged into the
@@ -36,7 +35,7 @@ class ExportFlags:
 
 def main(arguments: list[str]) -> int:
     options = parse(ExportFlags, "tutti export", arguments)
-
+    check_export(options.run, options.checkpoint, options.to, options.format, options.ema)
     from tutti.train.checkpoint.exported_weights import Export
 
     export = Export(options.run, options.checkpoint, options.to, options.format, options.ema)

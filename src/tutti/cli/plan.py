@@ -1,8 +1,8 @@
-"""tutti plan: predict memory and time of every layout, before anything runs."""
+"""tutti plan: predicts the memory and the step time of every layout before a run."""
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,7 @@ import tyro
 
 from tutti.cli.flags import InputFile, InputFolder, OutputFile, flag_value, parse, split_own_flags
 from tutti.cli.results import write_json, write_result
-from tutti.cli.train import PLANNED_FLAGS, read_flags
+from tutti.cli.train import PLANNED_FLAGS, Train, read_flags
 from tutti.measure.terminal import console, text_width, wrap_line
 from tutti.measure.units import format_bytes, format_seconds
 from tutti.plan.cluster_spec import (
@@ -19,13 +19,18 @@ from tutti.plan.cluster_spec import (
     named_cluster,
     read_cluster,
     read_machine_cluster,
+    sizes_between,
 )
+from tutti.plan.job_check import as_planned, check_planned
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
     from tutti.plan.planned_job import PlannedJob
     from tutti.plan.search import Plan, Planned
     from tutti.plan.step_simulation import Calibration
+
+
+_MAX_GPUS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,34 +42,35 @@ class PlanFlags:
         tutti plan --model hf:FOLDER --seq-len 2048 --gpus 2xH200 --global-batch 64
         tutti plan --from runs/mine
 
-    The model is traced on tensors without memory, so no GPU is needed. All flags of tutti train
-    describe the job; --layout, --batch, --accumulation, --checkpoint-activations,
-    --pipeline-schedule and --bucket-mb limit the search to their values.
+    The model is traced with meta tensors, so no GPU is needed. All flags of tutti train describe
+    the job. If --layout, --batch, --accumulation, --checkpoint-activations, --pipeline-schedule or
+    --bucket-mb is given, the search keeps its value.
     """
 
     USAGE_END = "[flags of tutti train]"
     gpus: str | None = None
-    """Number and name of the GPUs, such as 16xH100, or a range such as 8..512xH100, which prints
-    one line for each number of GPUs. 4xcpu means 4 ranks on this host. With --machine or --cluster,
-    only a number or a range."""
+    """Number and name of the GPUs, such as `16xH100`, or a range such as `8..512xH100`, which
+    prints one line for each number of GPUs. `4xcpu` means 4 CPU ranks on this host. With --machine
+    or --cluster, the value is only a number or a range."""
     per_node: int | None = None
-    """GPUs per node (default: 8, or the number of GPUs if it is smaller)."""
+    """Number of GPUs per node (default: 8, or all GPUs if there are fewer than 8)."""
     machine: InputFile | None = None
     """Plan for the machine in this file, which tutti topo --record wrote."""
     cluster: InputFile | None = None
-    """Plan for the cluster in this TOML file, which may have the keys gpus, per_node, memory_gb,
-    intra_gbs, inter_gbs, price_per_gpu_hour and watts. See the page Plan before a run."""
+    """Plan for the cluster in this TOML file. It can have the keys `gpus`, `per_node`, `memory_gb`,
+    `intra_gbs`, `inter_gbs`, `price_per_gpu_hour` and `watts`. See the page "Plan before a run" of
+    the documentation."""
     batch_shape: str | None = None
-    """Shape and dtype of one input of --model package.module:function, such as 3x224x224 or
-    1024:int64, if no --dataset is given."""
+    """Shape and dtype of one input sample for --model package.module:function, such as `3x224x224`
+    or `1024:int64`. Needed if --dataset is not given."""
     calibration: InputFile | None = None
     """Use the rates in this file, which tutti plan --calibrate measured on the same accelerator."""
     calibrate: OutputFile | None = None
-    """Measure the speed of matrix products, attention, memory and collectives on this machine in
-    under a minute, and write the rates to this file. No plan is made. With --gpus 4xcpu, 4 CPU
-    ranks measure at the same time."""
+    """Do not plan. Instead, measure the rates (FLOP/s and bytes/s) of matrix products, attention,
+    memory and collectives on this machine, which takes less than a minute, and write them to this
+    file. With --gpus 4xcpu, 4 CPU ranks measure at the same time."""
     from_run: Annotated[InputFolder | None, tyro.conf.arg(name="from")] = None
-    """Run directory: compare the prediction with the memory and time of this run."""
+    """Run directory. Compare the prediction with the measured memory and time of this run."""
     top: int = 10
     """Number of layouts to print."""
     timeline: OutputFile | None = None
@@ -76,27 +82,34 @@ class PlanFlags:
 def main(arguments: list[str]) -> int:
     own, train_flags = split_own_flags(PlanFlags, arguments)
     options = parse(PlanFlags, "tutti plan", own)
+    if options.top < 1:
+        raise UsageError(f"--top must be at least 1, got {options.top}")
     if options.calibrate is not None:
+        _refuse_others(options, "--calibrate", ("calibrate", "gpus"))
         return _calibrate(options, train_flags)
     if options.from_run is not None:
         if train_flags:
-            raise UsageError(f"--from RUN reads the job from the run: omit {train_flags[0]}")
+            raise UsageError(f"--from RUN reads the job from the run. Omit {train_flags[0]}.")
+        cluster_flags = ("gpus", "per_node", "machine", "cluster")
+        _refuse_others(options, "--from", ("from_run", "calibration", "json", *cluster_flags))
         return _compare(options)
     if not any(flag.partition("=")[0] in ("--recipe", "--model") for flag in train_flags):
-        raise UsageError("there is no model to plan: add --recipe NAME or --model NAME")
-    if options.top < 1:
-        raise UsageError(f"--top must be at least 1, got {options.top}")
+        raise UsageError("there is no model to plan. Add --recipe NAME or --model NAME.")
     clusters = _clusters(options)
     auto = flag_value("--layout", train_flags) == "auto"
     settings = read_flags(_without_auto(train_flags) if auto else train_flags, "tutti plan")[0]
+    _check_flags(settings, train_flags)
     given = tuple(flag for flag in PLANNED_FLAGS if flag_value(flag, train_flags) is not None)
-    from tutti.plan.planned_job import PlannedJob, as_planned, knee
+    dataset = flag_value("--dataset", train_flags)
+    if dataset is not None and options.batch_shape is not None:
+        raise UsageError("--batch-shape has no effect with --dataset. Omit one of them.")
+    recipe = as_planned(settings.settings, dataset is not None)
+    check_planned(recipe, clusters, options.batch_shape, given)
+    calibration = _read_calibration(options, clusters[0])
+    from tutti.plan.planned_job import PlannedJob, knee
 
-    recipe = as_planned(settings.settings, flag_value("--dataset", train_flags) is not None)
     kind = "cpu" if clusters[0].is_cpu else "cuda"
-    job = PlannedJob.of(
-        recipe, kind, options.batch_shape, given, _read_calibration(options, clusters[0])
-    )
+    job = PlannedJob.of(recipe, kind, options.batch_shape, given, calibration)
     plans: list[Plan] = []
     for cluster in clusters:
         if len(clusters) > 1 and sys.stderr.isatty():
@@ -118,6 +131,25 @@ def main(arguments: list[str]) -> int:
     return 0 if any(plan.best for plan in plans) else 1
 
 
+def _refuse_others(options: PlanFlags, mode: str, used: tuple[str, ...]) -> None:
+    """Refuse flags that have no effect with --calibrate or --from."""
+    for field in fields(options):
+        if field.name not in used and getattr(options, field.name) != field.default:
+            flag = f"--{field.name.replace('_', '-')}".replace("--from-run", "--from")
+            raise UsageError(f"{flag} has no effect with {mode}. Omit one of them.")
+
+
+def _check_flags(settings: Train, flags: list[str]) -> None:
+    """Refuse flags of tutti train that say how to run a job, because a plan runs nothing."""
+    for field in fields(settings):
+        flag = f"--{field.name.replace('_', '-')}"
+        names = (flag, "-n") if flag == "--ranks" else (flag,)
+        given = any(each.partition("=")[0].replace("_", "-") in names for each in flags)
+        if given and flag not in ("--recipe", "--settings"):
+            cure = "use --gpus" if flag in ("--ranks", "--device") else f"omit {flag}"
+            raise UsageError(f"{flag} has no effect in a plan: {cure}")
+
+
 def _without_auto(flags: list[str]) -> list[str]:
     position = flags.index("--layout") if "--layout" in flags else None
     if position is not None:
@@ -128,7 +160,7 @@ def _without_auto(flags: list[str]) -> list[str]:
 def _read_calibration(options: PlanFlags, cluster: Cluster) -> "Calibration | None":
     if options.calibration is None:
         return None
-    from tutti.plan.calibrate import read_calibration
+    from tutti.plan.calibration_file import read_calibration  # imports numpy
 
     calibration, warnings = read_calibration(options.calibration, cluster)
     for text in warnings:
@@ -138,7 +170,7 @@ def _read_calibration(options: PlanFlags, cluster: Cluster) -> "Calibration | No
 
 def _calibrate(options: PlanFlags, others: list[str]) -> int:
     if others:
-        raise UsageError(f"--calibrate measures the machine and plans no job: omit {others[0]}")
+        raise UsageError(f"--calibrate measures the machine and plans no job. Omit {others[0]}.")
     first, _, name = (None, None, None) if options.gpus is None else _numbers(options)
     device = "cpu" if name is not None and name.lower() == "cpu" else "auto"
     from tutti.plan.calibrate import calibrate
@@ -151,7 +183,7 @@ def _calibrate(options: PlanFlags, others: list[str]) -> int:
         summary = str(error).partition("\n")[0]  # a traceback follows
         print(f"tutti plan: --calibrate: {summary}", file=sys.stderr)
         return 1
-    print(f"rates of {calibration.device} are in {options.calibrate}. To use them:")
+    print(f"the rates of {calibration.device} are in {options.calibrate}. To use them:")
     print(f"  tutti plan --calibration {options.calibrate} …")
     return 0
 
@@ -160,18 +192,17 @@ def _calibrate(options: PlanFlags, others: list[str]) -> int:
 
 
 def _clusters(options: PlanFlags) -> list[Cluster]:
-    """Return the clusters to plan for: one, or one for each number of GPUs of a range."""
+    """Return the clusters to plan for: one cluster, or one for each number of GPUs in a range."""
     if options.machine is not None and options.cluster is not None:
-        raise UsageError("--machine and --cluster both describe the cluster: omit one of them")
+        raise UsageError("--machine and --cluster both describe the cluster. Omit one of them.")
     if options.machine is None and options.cluster is None and options.gpus is None:
         raise UsageError(
-            "the GPUs are not known: add --gpus, such as 16xH100, --machine FILE or --cluster FILE"
+            "the GPUs are not known. Add --gpus (such as 16xH100), --machine FILE or --cluster "
+            "FILE."
         )
-    from tutti.plan.planned_job import sizes_between
-
     first, last, name = _numbers(options)
     sizes = [] if first is None else sizes_between(first, last or first)
-    largest = sizes[-1] if sizes else None  # decides how many GPUs a node has
+    largest = sizes[-1] if sizes else None  # determines the number of GPUs per node
     if options.machine is not None:
         cluster = read_machine_cluster(options.machine, largest)
         if options.per_node is not None:
@@ -197,10 +228,12 @@ def _numbers(options: PlanFlags) -> tuple[int | None, int | None, str | None]:
         )
     if not named and match[3] is not None:
         flag = "--machine" if options.machine is not None else "--cluster"
-        raise UsageError(f"--gpus {text}: {flag} names the GPUs: use --gpus {match[1]}")
+        raise UsageError(f"--gpus {text}: {flag} already names the GPUs. Use --gpus {match[1]}.")
     first, last = int(match[1]), None if match[2] is None else int(match[2])
     if first < 1 or (last is not None and last < first):
-        raise UsageError(f"--gpus {text}: the range must ascend from 1 or more")
+        raise UsageError(f"--gpus {text}: the range must start at 1 or more and must ascend")
+    if max(first, last or 1) > _MAX_GPUS:
+        raise UsageError(f"--gpus {text}: use at most {_MAX_GPUS} GPUs")
     return first, last, match[3]
 
 
@@ -230,7 +263,7 @@ def _print_plan(plan: "Plan", job: "PlannedJob", top: int) -> None:
         f"{len(fitting)} layouts fit, {len(plan.layouts) - len(fitting)} do not fit, "
         f"{len(plan.refused)} cannot run this job"
     )
-    # If nothing fits, the advice has the reason.
+    # If no layout fits, the advice names the reason.
     for each in [each for each in plan.layouts if not each.fits][: 3 if fitting else 0]:
         _print_wrapped(f"{each.candidate.layout} does not fit: {each.reason}")
     if plan.advice:
@@ -243,8 +276,9 @@ def _print_plan(plan: "Plan", job: "PlannedJob", top: int) -> None:
     _print_memory(best)
     ratio = plan.null_step_s / best.step.step_s
     _print_wrapped(
-        f"for comparison, a null model that assumes {100 * NULL_UTILISATION:.0f} % of the peak in "
-        f"every layout: {format_seconds(plan.null_step_s)} per step, {ratio:.2f} × the prediction"
+        f"for comparison, a null model, which assumes {100 * NULL_UTILISATION:.0f} % of the peak "
+        f"FLOP/s in every layout, predicts {format_seconds(plan.null_step_s)} per step: "
+        f"{ratio:.2f} × this prediction"
     )
     _print_placement(plan, best, job)
     _print_costs(plan, best)
@@ -295,14 +329,14 @@ def _print_placement(plan: "Plan", best: "Planned", job: "PlannedJob") -> None:
     first, others = rows[0], rows[1:]
     text = " > ".join(first["order"])
     _print_wrapped(
-        f"placement of the axes, outermost first, {text}: in a step, each rank sends "
+        f"order of the mesh axes, outermost first: {text}. In a step, each rank sends "
         f"{format_bytes(first['intra_bytes'])} inside its node and "
-        f"{format_bytes(first['inter_bytes'])} to other nodes"
+        f"{format_bytes(first['inter_bytes'])} to other nodes."
     )
     if others:
         worst = max(others, key=lambda row: float(row["inter_bytes"]))
         _print_wrapped(
-            f"placement {' > '.join(worst['order'])} would send "
+            f"with the order {' > '.join(worst['order'])}, each rank would send "
             f"{format_bytes(worst['inter_bytes'])} to other nodes"
         )
 
@@ -365,7 +399,7 @@ def _print_curve(plans: list["Plan"], job: "PlannedJob") -> None:
     if found is None:
         _print_wrapped(plans[-1].advice)
         return
-    print(f"knee: {found} GPUs. Doubling this number would give less than 1.6 × the speed")
+    print(f"knee: {found} GPUs. Twice this number would give less than 1.6 × the speed.")
 
 
 def _speeds(plans: list["Plan"]) -> list[tuple[int, float]]:
@@ -420,7 +454,7 @@ def _write_timeline(path: Path, plan: "Plan") -> None:
     from tutti.plan.step_simulation import trace_events
 
     if plan.best is None or plan.best.step is None:
-        raise UsageError("--timeline: no layout fits, so there is no timeline to write")
+        raise UsageError("--timeline cannot be written, because no layout fits")
     write_result("--timeline", path, trace_events(plan.best.step))
 
 
@@ -428,18 +462,12 @@ def _write_timeline(path: Path, plan: "Plan") -> None:
 
 
 def _compare(options: PlanFlags) -> int:
-    from tutti.plan.compare_run import compare_run
+    from tutti.plan.compare_run import compare_run, read_run
 
     assert options.from_run is not None
-    clusters = None
-    if options.gpus or options.machine or options.cluster:
-        clusters = _clusters(options)
-    cluster = clusters[0] if clusters else None
-    calibration = None
-    if options.calibration is not None:
-        from tutti.plan.calibrate import read_calibration
-
-        calibration = read_calibration(options.calibration, cluster)[0]
+    named = options.gpus or options.machine or options.cluster
+    cluster = _clusters(options)[0] if named else read_run(options.from_run).cluster()
+    calibration = _read_calibration(options, cluster)
     result = compare_run(options.from_run, cluster, calibration)
     from rich.table import Table
 

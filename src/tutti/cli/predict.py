@@ -15,8 +15,9 @@ import tyro
 
 from tutti.cli.flags import InputFile, InputFolder, OutputFile, check_at_least, check_path, parse
 from tutti.cli.results import WorldFlags, print_start, usage_error_on_rank_0, write_json
+from tutti.models.config import ModelError, split_source
 from tutti.models.lora_layers import check_adapter_files, check_peft, read_adapter
-from tutti.models.pretrained import ModelError, check_source, read_folder, split_source
+from tutti.models.pretrained import check_source, read_folder
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import with_values
 from tutti.train.recipe_check import check_model_and_data
@@ -45,51 +46,53 @@ class Predict(WorldFlags):
     """
 
     run: InputFolder | None = None
-    """Run directory, which is the --out directory of tutti train."""
+    """Run directory: the --out directory of tutti train."""
     model: str | None = None
-    """hf:FOLDER generates text with the Hugging Face model in FOLDER. No run is needed."""
+    """`hf:FOLDER` generates text with the Hugging Face model in FOLDER, without a run."""
     adapter: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    """Folder with a LoRA adapter of --model, which peft or tutti export wrote. The flag may be
-    given several times: then all prompts are continued with each adapter in turn, and the model is
-    loaded only once."""
+    """Directory with a LoRA adapter for --model, which peft or tutti export wrote. The flag may be
+    given several times. Then the model is loaded once, and text is generated for all prompts with
+    the first adapter, then with the second adapter, and so on."""
     checkpoint: str = "last"
-    """Checkpoint to load: last (the newest complete checkpoint), best (the checkpoint with the best
-    score of --keep-best), or the number of its step."""
+    """Checkpoint to load: `last` (the newest complete checkpoint), `best` (the checkpoint with the
+    best score, if the run was trained with --keep-best), or a step number."""
     ema: bool | None = None
-    """Use the moving average of the weights, or with --no-ema the weights themselves. Default: the
-    average if the run was trained with --ema."""
+    """Use the moving average of the weights (default if the run was trained with --ema). --no-ema
+    uses the weights without averaging."""
     split: Literal["test", "train"] = "test"
     """Part of the dataset to predict."""
     dataset: str | None = None
-    """Dataset name or package.module:function (default: the dataset of the run)."""
+    """Dataset name or `package.module:function` (default: the dataset of the run)."""
     data_dir: Path | None = None
     """Directory of the dataset (default: the directory of the run's dataset)."""
     limit: int | None = None
     """Predict only the first N samples (default: all samples)."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text that a gpt model continues. The flag may be given several times."""
+    """Text that a language model continues. The flag may be given several times."""
     prompts: InputFile | None = None
     """File with one prompt per line."""
     tokens: int = 200
     """Number of tokens to generate for each prompt."""
     temperature: float = 0.8
-    """Sampling temperature, which divides the logits. 0 always takes the most likely token."""
+    """Sampling temperature, by which the logits are divided. With 0, the most likely token is
+    always selected."""
     top_k: int = 40
     """Sample from the K most likely tokens. 0 samples from all tokens."""
     seed: int = 0
-    """Random seed of the sampling."""
+    """Random seed for sampling."""
     batch: int | None = None
-    """Batch size. For a dataset: number of samples on each rank (default: as in training). For
-    prompts: number of prompts (default: 1)."""
+    """Batch size. For a dataset: number of samples per rank (default: as in training). For prompts:
+    number of prompts that are processed together (default: 1)."""
     precision: Literal["float32", "bf16", "fp16", "float64"] | None = None
-    """Precision of the computation (default: as in training). Prompts need float32 or float64."""
+    """Precision of the computation (default: as in training). Prompts need `float32` or
+    `float64`."""
     out: OutputFile | None = None
-    """File for the results. Default for a dataset: predictions-SPLIT.jsonl in the run directory. By
-    default, generated texts are only printed."""
+    """File for the results (default for a dataset: predictions-SPLIT.jsonl in the run directory).
+    By default, generated texts are printed and not written to a file."""
     json: OutputFile | None = None
     """Also write the score, the environment and the command to this JSON file."""
     layout: str | None = None
-    """Ranks per axis, such as dp2.tp2 (default: one replica per rank)."""
+    """Number of ranks of each mesh axis, such as `dp2.tp2` (default: one replica per rank)."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Number of local ranks to start (default: 1). Ignored under torchrun, srun or mpirun."""
 
@@ -124,14 +127,14 @@ def _check(options: Predict) -> None:
             raise UsageError(f"{flag} has no effect {condition} --prompt. Omit {flag}.")
     if options.has_prompts and options.precision in ("bf16", "fp16"):
         raise UsageError(
-            f"--precision must be float32 or float64 for prompts, got {options.precision}, with "
-            "which the same prompt would give different texts in different layouts"
+            f"--precision must be float32 or float64 for prompts, got {options.precision}. With "
+            "this precision, the same prompt would give different texts in different layouts."
         )
     check_at_least(1, options, "limit", "batch", "tokens")
     if (options.run is None) == (options.model is None):
         raise UsageError("give exactly one of --run DIR (a run of tutti train) and --model hf:DIR")
     if options.model is not None and not options.has_prompts:
-        raise UsageError(f"--model {options.model} generates text: add --prompt or --prompts")
+        raise UsageError(f"--model {options.model} needs a prompt. Add --prompt or --prompts.")
     for flag, given in (
         ("--checkpoint", options.checkpoint != "last"),
         ("--ema", options.ema is not None),
@@ -153,7 +156,7 @@ def _check(options: Predict) -> None:
 
 
 def _check_before_start(options: Predict, ranks: int) -> None:
-    """Make the checks that need neither torch nor ranks. Raise UsageError if one fails."""
+    """Run the checks that need neither torch nor ranks. Raise UsageError if a check fails."""
     options.check_ranks(ranks)
     layout = layout_of(options.layout, ranks)
     if options.has_prompts:
@@ -189,7 +192,8 @@ def _predict(options: Predict) -> int:
         with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
             run = agree(open_run)
-            # A running training may have saved a better checkpoint between the reads of two ranks.
+            # If the run is still training, it may save a newer checkpoint while the ranks read the
+            # run directory. So all ranks use the step that rank 0 has found.
             run = replace(run, step=gather_json(run.step)[0])
             prepare = _generate_text if options.has_prompts else _predict_dataset
             execute = prepare(options, world, run, layout)
@@ -243,9 +247,8 @@ def _generate_text(
         longest = max(len(text.encode(prompt, number)) for number, prompt in enumerate(prompts))
         if folder is not None and longest + options.tokens > text.max_seq_len:
             raise UsageError(
-                f"a prompt of {longest} tokens and --tokens {options.tokens} are more than the "
-                f"model's {text.max_seq_len} positions. Use --tokens {text.max_seq_len - longest} "
-                "or less."
+                f"a prompt of {longest} tokens and --tokens {options.tokens} exceed the model's "
+                f"{text.max_seq_len} positions. Use --tokens {text.max_seq_len - longest} or less."
             )
         return text, prompts
 

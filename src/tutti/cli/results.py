@@ -12,7 +12,6 @@ from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.files import write_atomically
 from tutti.world.errors import UsageError
-from tutti.world.launch import LocalWorld
 
 if TYPE_CHECKING:
     from tutti.world.world import World
@@ -38,6 +37,8 @@ class WorldFlags:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise UsageError if this host cannot run this number of ranks."""
+        from tutti.world.launch import LocalWorld
+
         LocalWorld([], ranks, self.device, self.ranks_per_gpu).check()
 
     def start_ranks(
@@ -47,6 +48,8 @@ class WorldFlags:
 
         `command` is the command without `tutti`. `more` has other arguments of LocalWorld.
         """
+        from tutti.world.launch import LocalWorld
+
         self.check_ranks(ranks)
         print_start(command[0], ranks)
         options: dict[str, Any] = {"ranks_per_gpu": self.ranks_per_gpu, "show": "first"} | more

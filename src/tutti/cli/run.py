@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from tutti.cli.flags import OutputFolder, parse, split_at_command
-from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError
+from tutti.observe.why import HANG_AFTER, RunObserver
+from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
 from tutti.world.launch import LocalWorld
 
 
@@ -44,6 +45,11 @@ class Run:
     """Seconds to wait for all ranks to start."""
     timeout: float = TIMEOUT
     """Seconds after which a collective fails."""
+    observe: bool = True
+    """Record the operations and stacks of the ranks in shared memory. `tutti why` and `tutti watch`
+    read the records. Recording costs about 1 microsecond per collective."""
+    hang_after: float = HANG_AFTER
+    """Seconds without progress after which the ranks hang, and the reason is printed."""
     grace: float = 5.0
     """Seconds after Ctrl-C or SIGTERM until ranks that still run are killed."""
 
@@ -52,7 +58,10 @@ def main(arguments: list[str]) -> int:
     """Run the command. Return 0 or the exit code of the first rank that failed."""
     flags, command = split_at_command(Run, arguments)
     options = parse(Run, "tutti run", flags)
-    return LocalWorld(python_command(command), **vars(options)).run()
+    settings = dict(vars(options))
+    hang_after = checked_seconds("--hang-after", settings.pop("hang_after"))
+    observer = RunObserver(hang_after, options.log_dir) if settings.pop("observe") else None
+    return LocalWorld(python_command(command), observer=observer, **settings).run()
 
 
 def python_command(command: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import strftime
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ from tutti.cli.flags import (
     without_flags,
 )
 from tutti.cli.results import write_json
-from tutti.cli.train import check_before_start, check_timed_run, read_flags
+from tutti.cli.train import PLANNED_FLAGS, check_before_start, check_timed_run, read_flags
 from tutti.machine.cpu_numa import allowed_cpus
 from tutti.measure.terminal import text_width, wrap_line
 from tutti.parallel.layout import Layout
@@ -31,6 +31,7 @@ from tutti.plan.measured_search import (
     Change,
     Search,
     program_candidates,
+    report,
     result_lines,
 )
 from tutti.profile.captured_command import resolve_command
@@ -41,7 +42,7 @@ from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
-# The search ends a run after the timed steps, so this number of steps is only an upper limit.
+# Upper limit of steps per run. The search stops a run as soon as enough steps have been timed.
 _STEPS = "200"
 _RECIPE_SETTINGS = {  # name of a setting → the flags that it changes
     "layout": ("--layout",),
@@ -50,7 +51,8 @@ _RECIPE_SETTINGS = {  # name of a setting → the flags that it changes
     "loader workers": ("--workers",),
     "bucket size": ("--bucket-mb",),
 }
-# Maximum relative change of the losses. Other precisions have a tolerance of 2 %.
+# A setting is not kept if it changes the losses by more than this fraction. The tolerance of the
+# other precisions is 2 %.
 _LOSS_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 
 
@@ -62,19 +64,20 @@ class Tune:
         tutti tune --budget 5m -- torchrun --nproc-per-node 2 train.py
 
     The first command tunes a recipe and accepts the flags of tutti train. It tries layouts,
-    microbatch sizes, compilation, loader workers and bucket sizes. Flags that are given are not
-    changed, the global batch stays the same, and a setting that changes the losses is not kept. The
-    second command tunes an unchanged program. It tries arguments of DistributedDataParallel, FSDP2
-    and DataLoader that do not change results.
+    microbatch sizes, compilation, numbers of DataLoader workers and bucket sizes. It does not
+    change flags that are given or the global batch, and it keeps no setting that changes the
+    losses. The second command tunes an unchanged program. It tries arguments of
+    DistributedDataParallel, FSDP2 and DataLoader that do not change the program's results.
     """
 
     USAGE_END = "[-- COMMAND]"
     budget: str = "10m"
-    """Maximum time of the search, such as 90s, 10m or 1h."""
+    """Maximum time of the search, such as `90s`, `10m` or `1h`."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of ranks of the recipe, or of a script that no launcher starts (default: 1)."""
+    """Number of ranks to start (default: 1). Not allowed if COMMAND starts its ranks, as torchrun
+    does."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks. auto selects CUDA if a GPU is visible."""
+    """Device of the ranks. `auto` selects CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
     """Maximum number of ranks that share one GPU."""
     out: OutputFolder | None = None
@@ -88,7 +91,7 @@ def main(arguments: list[str]) -> int:
     own_flags, train_flags = split_own_flags(Tune, flags)
     options = parse(Tune, "tutti tune", own_flags)
     if command[:1] == ["train"] or command[:2] == ["tutti", "train"]:
-        # Flags after `-- train` mean the same as flags before the dashes.
+        # Flags after `-- train` have the same meaning as flags before the dashes.
         train_flags += command[command.index("train") + 1 :]
         command = []
     check_at_least(1, options, "ranks", "ranks_per_gpu")
@@ -96,15 +99,15 @@ def main(arguments: list[str]) -> int:
     launcher = identify(os.environ).launcher
     if launcher != "python":
         raise UsageError(
-            f"tutti tune starts ranks itself, but {launcher} started this process as a rank. "
-            "Run tutti tune without a launcher."
+            f"tutti tune starts the ranks, but {launcher} has started this process as a rank. Run "
+            "tutti tune without a launcher."
         )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise UsageError(f"--out {options.out} is not empty. Choose another directory.")
     if command and train_flags:
         raise UsageError(f"there is no flag {train_flags[0]}. See tutti tune --help.")
     if not command and not any(f.partition("=")[0] in ("--recipe", "--model") for f in train_flags):
-        raise UsageError("there is no job to tune. Add --recipe NAME, --model …, or -- train.py ….")
+        raise UsageError("there is no job to tune. Add --recipe NAME, --model NAME or -- COMMAND.")
     folder = (options.out or Path("runs") / f"tune-{strftime('%Y%m%d-%H%M%S')}").absolute()
     if command:
         search = _program_search(options, command, folder, budget_s)
@@ -152,7 +155,7 @@ def _program_search(options: Tune, command: Sequence[str], folder: Path, budget_
 
 
 def _has_launcher(command: Sequence[str]) -> bool:
-    """Return whether the command starts its ranks itself, with a fixed number of ranks."""
+    """Return whether the command is a launcher, which starts a fixed number of ranks."""
     names = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "tutti")
     return Path(command[0]).name in names or "torch.distributed.run" in command[:3]
 
@@ -183,11 +186,16 @@ def _recipe_search(options: Tune, flags: list[str], folder: Path, budget_s: floa
         for flag in names
         if flag in flags or flag_value(flag, flags) is not None
     }
+    given = [flag for flag in PLANNED_FLAGS if flag_value(flag, flags) is not None]
 
     def candidates(setting: str, best: Change, first: TimedRun) -> Iterator[Change]:
         recipe = settings_with(with_flags(flags, best.get("flags", {})))
-        for values in _recipe_candidates(setting, recipe, ranks, device):
-            try:  # candidates that cannot run are left out
+        if setting == "layout":
+            found = _layout_candidates(recipe, ranks, device, options.ranks_per_gpu, given)
+        else:
+            found = _recipe_candidates(setting, recipe, ranks)
+        for values in found:
+            try:  # skip candidates that cannot run
                 check_recipe(
                     settings_with(with_flags(flags, best.get("flags", {}) | values)), ranks, device
                 )
@@ -200,17 +208,51 @@ def _recipe_search(options: Tune, flags: list[str], folder: Path, budget_s: floa
     return Search(command, candidates, tried, folder, budget_s, tolerance)
 
 
-def _recipe_candidates(
-    setting: str, recipe: Recipe, ranks: int, device: str
+def _layout_candidates(
+    recipe: Recipe, ranks: int, device: str, ranks_per_gpu: int, given: Sequence[str]
 ) -> Iterator[dict[str, str | None]]:
-    """Yield the flags of each candidate, which has another value of the setting."""
+    """Yield the flags of the other layouts that fit on this host, predicted fastest first.
+
+    A candidate has the accumulation, recomputation and pipeline schedule with which the plan
+    predicts the shortest step. Flags in `given` are not changed.
+    """
+    from tutti.plan.planned_job import PlannedJob, local_cluster
+
+    original = make_schedule(recipe, ranks, MANY_SAMPLES).layout
+    free = replace(recipe, parallel=replace(recipe.parallel, layout=None))
+    try:
+        cluster = local_cluster(ranks, device, ranks_per_gpu)
+        plan = PlannedJob.of(free, device, given=given).plan(cluster)
+    except UsageError as error:
+        report(f"layouts are not sorted by predicted step time, because planning failed: {error}")
+        for layout in Layout.every(ranks):
+            if layout != original:
+                yield {"--layout": str(layout)}
+        return
+    changed = ("--layout", "--accumulation", "--checkpoint-activations", "--pipeline-schedule")
+    current = {
+        "--checkpoint-activations": recipe.compute.checkpoint_activations,
+        "--pipeline-schedule": recipe.parallel.pipeline_schedule,
+    }
+    for planned in plan.layouts:
+        layout = planned.candidate.layout
+        if not planned.fits:
+            report(f"--layout {layout} is not tried: {planned.reason}")
+        elif layout != original:
+            words = planned.candidate.flags()
+            values = dict(zip(words[::2], words[1::2], strict=True))
+            yield {
+                name: values[name]
+                for name in changed
+                if name in values and name not in given and values[name] != current.get(name)
+            }
+
+
+def _recipe_candidates(setting: str, recipe: Recipe, ranks: int) -> Iterator[dict[str, str | None]]:
+    """Yield the flags of each other value of a setting, such as {"--workers": "2"}."""
     schedule = make_schedule(recipe, ranks, MANY_SAMPLES)
     layout = schedule.layout
-    if setting == "layout":
-        for other in Layout.every(ranks):
-            if other != layout:
-                yield {"--layout": str(other)}
-    elif setting == "microbatch":
+    if setting == "microbatch":
         for accumulation in (1, 2, 4, 8, 16, 32):
             divides = schedule.global_batch % (layout.data_ranks * accumulation) == 0
             if accumulation != schedule.accumulation and divides:

@@ -1,8 +1,30 @@
-"""The configuration of each model, with parameter and FLOP counts. Does not import torch."""
+"""The names of models, and the configuration of each model, with parameter and FLOP counts.
+
+Does not import torch.
+"""
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+SOURCES = ("hf", "timm")  # the other libraries whose models can be trained: hf:FOLDER, timm:NAME
+
+
+class ModelError(ValueError):
+    """A model cannot be built or its files are damaged; the message is one line with the cure."""
+
+
+def split_source(model: str) -> tuple[str, str] | None:
+    """Return (source, name) of hf:FOLDER and timm:NAME, and None for other models."""
+    source, colon, name = model.partition(":")
+    return (source, name) if colon and source in SOURCES else None
+
+
+def model_name(model: str) -> str:
+    """Return the name of a model without its source or module, for the name of a run."""
+    source = split_source(model)
+    return Path(source[1]).resolve().name if source else model.rpartition(":")[2]
 
 
 def _check_range(config: object, lowest: float, *names: str, below: float = math.inf) -> None:

@@ -32,10 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti.models.pretrained import HuggingFaceFolder, ModelError, SavedTensor, read_header
+from tutti.models.config import ModelError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from tutti.models.pretrained import HuggingFaceFolder, SavedTensor
 
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -134,7 +136,7 @@ class AdapterFolder:
     rank: int
     alpha: float
     scale: float
-    tensors: dict[str, SavedTensor]
+    tensors: "dict[str, SavedTensor]"
     """The matrices by their names in the model, such as layers.0.q_proj.lora_A."""
 
     @property
@@ -155,6 +157,8 @@ def is_adapter_folder(path: Path) -> bool:
 
 def read_adapter(path: Path, flag: str = "--adapter") -> AdapterFolder:
     """Read the configuration and the names and shapes of the tensors in an adapter folder."""
+    from tutti.models.pretrained import read_header
+
     if not os.path.isdir(path):
         problem = "is a file" if os.path.isfile(path) else "does not exist"
         raise ModelError(f"{flag} {path} {problem}: give a folder with {ADAPTER_CONFIG}")
@@ -215,7 +219,7 @@ def _read_config(file: Path, flag: str) -> dict[str, Any]:
     return config
 
 
-def check_adapter_files(adapter: AdapterFolder, base: HuggingFaceFolder) -> None:
+def check_adapter_files(adapter: AdapterFolder, base: "HuggingFaceFolder") -> None:
     """Raise ModelError if a layer has another size in the files of the base model.
 
     Files may use other names than the model, so a layer that is not found is not an error here.

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tutti.models.config import ModelError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-SOURCES = ("hf", "timm")
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 # The dtypes of weights that can be trained, by their names in safetensors and in torch.
@@ -33,10 +34,6 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _MAX_SIDE_FILE_BYTES = 256 << 20
 _MAX_NAMES = 3
-
-
-class ModelError(ValueError):
-    """A model cannot be built or its files are damaged; the message is one line with the cure."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +64,6 @@ class HuggingFaceFolder:
     def max_seq_len(self) -> int | None:
         """The largest number of tokens in a sample, or None if there is no limit."""
         return _integer(self.config, "max_position_embeddings", "n_positions")
-
-
-def split_source(model: str) -> tuple[str, str] | None:
-    """Return (source, name) of hf:FOLDER and timm:NAME, and None for other models."""
-    source, colon, name = model.partition(":")
-    return (source, name) if colon and source in SOURCES else None
-
-
-def model_name(model: str) -> str:
-    """Return the name of a model without its source or module, for the name of a run."""
-    source = split_source(model)
-    return Path(source[1]).resolve().name if source else model.rpartition(":")[2]
 
 
 def check_source(source: str, name: str, *, weights: bool = True) -> None:

@@ -1,9 +1,10 @@
 """Starts the recorder in a torch program and tells it about steps, phases, loaders and groups.
 
-`tutti run` and `tutti train` set TUTTI_OBSERVE=1 for their ranks. Under any other launcher, set this
-variable yourself, or start the script with `python -m tutti.observe SCRIPT`. torch calls `autoload`
-at the end of `import torch`, because it is an entry point of the group "torch.backends". The program
-itself is not changed. recorder.cpp records operations and stacks; ring_reader.py reads the result.
+`tutti run` and `tutti train` set TUTTI_OBSERVE=1 for their ranks. Under any other launcher, set
+this variable yourself, or start the script with `python -m tutti.observe SCRIPT`. torch calls
+`autoload` at the end of `import torch`, because it is an entry point of the group "torch.backends".
+The program itself is not changed. recorder.cpp records operations and stacks; ring_reader.py reads
+the result.
 """
 
 import atexit
@@ -26,8 +27,8 @@ from tutti.world.errors import UsageError
 from tutti.world.launchers import Identity, identify
 
 VARIABLE = "TUTTI_OBSERVE"  # "1" records this program and the programs that it starts
-# The pid of the process whose ring stands for the rank in RANK. A process that the rank starts, such
-# as a compile worker, inherits RANK, but is not that rank.
+# The pid of the process whose ring stands for the rank in RANK. A process that the rank starts,
+# such as a compile worker, inherits RANK, but is not that rank.
 _CLAIM = "TUTTI_OBSERVE_PID"
 _INPUT, _BACKWARD, _UPDATE = 1, 3, 4  # numbers of phases, as in ring_reader.PHASES
 _BEAT_SECONDS = 1.0
@@ -163,8 +164,8 @@ class _Recorder:
         if error is not None:
             self._set_error(error)
         self._module.close()
-        # `tutti run` removes the rings of its job. Otherwise the last process of the job does, if all
-        # of its processes have ended normally.
+        # `tutti run` removes the rings of its job. Otherwise the last process of the job does, if
+        # all of its processes have ended normally.
         if "TUTTI_RUN_ID" not in os.environ:
             ranks = ring_reader.read_job(self._path.parent, operations=0, steps=0)
             others = [each for each in ranks if each.pid != pid and each.worker < 0]
@@ -258,7 +259,9 @@ class _Recorder:
         identity = _identity()
         opened = False
         try:
-            self._open(identity.rank if identity else 0, identity.size if identity else 1, 0, number)
+            self._open(
+                identity.rank if identity else 0, identity.size if identity else 1, 0, number
+            )
             opened = True
         except Exception as error:
             print(f"tutti: a loader worker is not recorded: {error!r}", file=sys.stderr)

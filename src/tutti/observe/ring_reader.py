@@ -432,7 +432,13 @@ def read_ring(path: Path, operations: int = 512, steps: int = 64) -> Process | N
         if step.number == number:
             phases = {name: seconds(step.phases[i]) for i, name in enumerate(PHASES)}
             history.append(
-                Step(number, seconds(step.began), seconds(step.ended), phases, seconds(step.collection))
+                Step(
+                    number,
+                    seconds(step.began),
+                    seconds(step.ended),
+                    phases,
+                    seconds(step.collection),
+                )
             )
     threads = [
         Thread(
@@ -487,7 +493,7 @@ def read_ring(path: Path, operations: int = 512, steps: int = 64) -> Process | N
 
 def read_progress(folder: Path) -> list[tuple[int, ...]]:
     """Return the progress counters of all ranks of a job, without the rest of the rings."""
-    counters = []
+    counters: list[tuple[int, ...]] = []
     for path in sorted(folder.glob("*.ring")):
         try:
             with path.open("rb") as file:
@@ -591,8 +597,11 @@ def user_frame(frames: Iterable[str]) -> str:
     frames = list(frames)
     for frame in frames:
         if not re.search(
-            r"/site-packages/|/dist-packages/|/lib/python3|/tutti/comm/|/tutti/observe/|/bin/", frame
+            r"/site-packages/|/dist-packages/|/lib/python3|/tutti/comm/|/tutti/observe/|/bin/",
+            frame,
         ):
             return frame
-    return next((each for each in frames if "/torch/" not in each and "/tutti/observe" not in each),
-                frames[0] if frames else "")
+    return next(
+        (each for each in frames if "/torch/" not in each and "/tutti/observe" not in each),
+        frames[0] if frames else "",
+    )

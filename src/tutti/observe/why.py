@@ -13,22 +13,25 @@ causes in this order, from the most certain to the least certain:
 """
 
 import json
-import os
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tutti.measure.files import write_atomically
 from tutti.observe import ring_reader
 from tutti.observe.ring_reader import ENDED, FAILED, RUNNING, Operation, Process, user_frame
 from tutti.world.exchange import name_ranks
 
 HANG_AFTER = 60.0
+SCHEMA = "tutti.why/1"
 # Errors of a rank because another rank is gone or late. They are consequences, not causes.
 _CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|pair closure|remote process"
@@ -183,9 +186,7 @@ class _Analysis:
                 if not hang and kind not in ("progress", "ended"):
                     verdict = f"Not a hang so far ({waited:.0f} s): {verdict}"
                 rows = [self._row(process) for process in self.ranks.values()]
-                return Explanation(
-                    kind, verdict, hang, round(waited, 3), culprits, evidence, rows
-                )
+                return Explanation(kind, verdict, hang, round(waited, 3), culprits, evidence, rows)
         raise AssertionError("_no_communication always finds something")
 
     # -- certain facts ---------------------------------------------------------------------------
@@ -195,7 +196,7 @@ class _Analysis:
         causes = [p for p in failed if not _CONSEQUENCE.search(p.error.partition(" @ ")[0])]
         if not causes:
             return None
-        first = max(causes, key=lambda p: (p.exited_ago or 0.0))
+        first = max(causes, key=lambda p: p.exited_ago or 0.0)
         message, _, site = first.error.partition(" @ ")
         kind = "out_of_memory" if _MEMORY.search(message) else "error"
         verdict = f"{self._name(first)} failed at {site or 'an unknown line'}: {message}."
@@ -216,13 +217,18 @@ class _Analysis:
             stuck = self._not_arriving(ended=True)
             if stuck is not None:
                 kind, verdict, culprits, evidence = stuck
-                return kind, f"The job has ended. Before that, {verdict[0].lower()}{verdict[1:]}", (
-                    culprits
-                ), evidence
+                return (
+                    kind,
+                    f"The job has ended. Before that, {verdict[0].lower()}{verdict[1:]}",
+                    culprits,
+                    evidence,
+                )
         first = [p for p in dead if p.sample_age > age - 1.0]
         culprits = [self._culprit(p, self._where(p), "died") for p in first]
         who = name_ranks([p.rank for p in first])
-        where = f" Its last known line was {self._where(first[0])}." if self._where(first[0]) else ""
+        where = (
+            f" Its last known line was {self._where(first[0])}." if self._where(first[0]) else ""
+        )
         verdict = (
             f"{who[0].upper()}{who[1:]} on {first[0].host} died without an error message "
             f"(killed by a signal, or by the kernel because memory ran out; see dmesg).{where}"
@@ -241,7 +247,12 @@ class _Analysis:
             f"{self._where(first)}. Continue it with kill -CONT {pids}."
         )
         culprits = [self._culprit(p, self._where(p), "stopped by a signal") for p in stopped]
-        return "stopped", verdict, culprits, _non_empty([self._also_waiting({p.rank for p in stopped})])
+        return (
+            "stopped",
+            verdict,
+            culprits,
+            _non_empty([self._also_waiting({p.rank for p in stopped})]),
+        )
 
     def _progress(self) -> "_Found":
         moved = [
@@ -271,7 +282,9 @@ class _Analysis:
             f"Host {hosts}{of_host} does not answer: the host is frozen or down, or the network is "
             "partitioned."
         )
-        culprits = [Culprit(rank, hosts, "", "", 0, "on a host that does not answer") for rank in missing]
+        culprits = [
+            Culprit(rank, hosts, "", "", 0, "on a host that does not answer") for rank in missing
+        ]
         return "host_silent", verdict, culprits, _non_empty([self._also_waiting(set(missing))])
 
     # -- operations that do not match --------------------------------------------------------------
@@ -298,8 +311,8 @@ class _Analysis:
         sequence = next(iter(operations.values())).sequence
         label = self._label(group, operations)
         parts = [
-            f"rank {rank} entered {operations[rank].signature} at {operations[rank].site or 'an unknown line'}"
-            for rank in (*wrong, usual[0])
+            f"rank {rank} entered {each.signature} at {each.site or 'an unknown line'}"
+            for rank, each in ((rank, operations[rank]) for rank in (*wrong, usual[0]))
         ]
         what = _difference([operations[rank] for rank in (*wrong, usual[0])])
         others = f" ({name_ranks(usual)} agree)" if len(usual) > 1 else ""
@@ -336,10 +349,10 @@ class _Analysis:
             for each in self.ranks[rank].operations
             if each.group == operation.group and each.number <= operation.number
         ]
-        pairs = list(zip(calls, calls[1:], strict=False))
+        pairs = list(pairwise(calls))
         return bool(pairs) and pairs[-1] in pairs[:-1]
 
-    # -- ranks that do not arrive -------------------------------------------------------------------
+    # -- ranks that do not arrive ------------------------------------------------------------------
 
     def _blocking(self, process: Process) -> list[Operation]:
         """Return the pending operations in which the main thread of the process is blocked."""
@@ -360,7 +373,7 @@ class _Analysis:
         return pending if in_communication or (waits and main.state != "R") else []
 
     def _missing(self, rank: int, operations: list[Operation]) -> dict[int, Operation]:
-        """Return the ranks that have not entered the operations, each with one of the operations."""
+        """Return the ranks that have not entered the operations, each with one operation."""
         process = self.ranks[rank]
         missing: dict[int, Operation] = {}
         for operation in operations:
@@ -387,7 +400,7 @@ class _Analysis:
     def _has_counterpart(
         self, peer: int, rank: int, operation: Operation, members: Sequence[int]
     ) -> bool:
-        """Return whether `peer` has called the receive of this send, or the send of this receive."""
+        """Return whether `peer` has called the receive of this send (or the reverse)."""
         other = self.ranks.get(peer)
         if other is None:
             return False
@@ -419,14 +432,18 @@ class _Analysis:
         if first is None:
             who = name_ranks(sorted(roots))
             verdict = (
-                f"{who[0].upper()}{who[1:]} of {self.size} left no recording here and has not entered "
-                f"{name}: it has not started, or runs on another host (give --hosts)."
+                f"{who[0].upper()}{who[1:]} of {self.size} left no recording here and has not "
+                f"entered {name}: it has not started, or runs on another host (give --hosts)."
             )
             culprits = [Culprit(rank, "", name, "", 0, "not recorded") for rank in sorted(roots)]
             return "missing", verdict, culprits, _non_empty([self._also_waiting(set(roots))])
         kind, doing, where = self._activity(first, operation, waiters)
         if operation.point_to_point:
-            verb = "called the matching recv for" if operation.kind == "send" else "sent the message of"
+            verb = (
+                "called the matching recv for"
+                if operation.kind == "send"
+                else "sent the message of"
+            )
             if kind in ("waiting", "busy", "sleeping"):
                 kind = "missing_receive" if operation.kind == "send" else "missing_send"
             lead = f"{self._name(first)} has not {verb} {name}"
@@ -436,7 +453,9 @@ class _Analysis:
         verdict = f"{lead}: it {doing}{f' for {waited:.0f} s' if waited >= 1 else ''}."
         if also:
             verdict += f" So {'have' if len(also) > 1 else 'has'} {name_ranks(sorted(also))} not."
-        waiting = [f"rank {each} waits in it at {self._site(each, roots[0])}" for each in waiters[:4]]
+        waiting = [
+            f"rank {each} waits in it at {self._site(each, roots[0])}" for each in waiters[:4]
+        ]
         if len(waiters) > 4:
             waiting.append(f"{len(waiters) - 4} more ranks wait in it")
         culprits = [self._culprit(first, where, doing, name)]
@@ -458,9 +477,14 @@ class _Analysis:
             messages.append(operation.point_to_point)
             name = self._name_operation(operation, rank)
             parts.append(f"rank {rank} waits for rank {other} in {name} at {operation.site}")
-            culprits.append(self._culprit(self.ranks[rank], operation.site, operation.signature, name))
+            culprits.append(
+                self._culprit(self.ranks[rank], operation.site, operation.signature, name)
+            )
         if all(messages):
-            kinds = {self.waits_for[r][o].kind for r, o in zip(cycle, [*cycle[1:], cycle[0]], strict=True)}
+            kinds = {
+                self.waits_for[r][o].kind
+                for r, o in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+            }
             missing = "send" if kinds == {"recv"} else "receive" if kinds == {"send"} else "message"
             lead = f"Ranks wait for each other and none calls the matching {missing}: "
             return f"missing_{missing}", lead + "; ".join(parts) + ".", culprits, []
@@ -471,7 +495,9 @@ class _Analysis:
         for start in self.waits_for:
             path = [start]
             while True:
-                following = [each for each in self.waits_for.get(path[-1], {}) if each in self.ranks]
+                following = [
+                    each for each in self.waits_for.get(path[-1], {}) if each in self.ranks
+                ]
                 if not following:
                     break
                 if following[0] in path:
@@ -485,7 +511,8 @@ class _Analysis:
             return None
         # The oldest operation that has not completed on some rank.
         operation, rank = min(
-            ((op, r) for r, ops in self.blocked.items() for op in ops), key=lambda item: item[0].entered
+            ((op, r) for r, ops in self.blocked.items() for op in ops),
+            key=lambda item: item[0].entered,
         )
         name = self._name_operation(operation, rank)
         hosts = sorted({p.host for p in self.ranks.values()})
@@ -511,8 +538,14 @@ class _Analysis:
             if on_gpu
             else "The backend does not complete it."
         )
-        verdict = f"All members have entered {name} at {operation.site}, but it does not complete. {reason}"
-        culprits = [self._culprit(self.ranks[r], operation.site, "inside the operation", name) for r in self.blocked]
+        verdict = (
+            f"All members have entered {name} at {operation.site}, but it does not complete. "
+            f"{reason}"
+        )
+        culprits = [
+            self._culprit(self.ranks[r], operation.site, "inside the operation", name)
+            for r in self.blocked
+        ]
         return "gpu" if on_gpu else "inside", verdict, culprits, evidence
 
     def _no_communication(self) -> "_Found":
@@ -524,7 +557,13 @@ class _Analysis:
             kinds.append(kind)
             rows.append((process, doing, where))
         places = Counter(where for _, _, where in rows)
-        kind = "storage" if set(kinds) == {"storage"} else kinds[0] if len(set(kinds)) == 1 else "mixed"
+        kind = (
+            "storage"
+            if set(kinds) == {"storage"}
+            else kinds[0]
+            if len(set(kinds)) == 1
+            else "mixed"
+        )
         process, doing, where = rows[0]
         if len(places) == 1 and len(rows) > 1:
             verdict = f"No rank waits for another rank: every rank {doing}."
@@ -536,7 +575,7 @@ class _Analysis:
         culprits = [self._culprit(p, place, text) for p, text, place in rows]
         return kind, verdict, culprits, []
 
-    # -- what a rank does ---------------------------------------------------------------------------
+    # -- what a rank does --------------------------------------------------------------------------
 
     def _activity(
         self, process: Process, operation: Operation | None, waiters: Sequence[int]
@@ -573,7 +612,11 @@ class _Analysis:
                 f"rank {fewer[0].rank} is at batch {fewer[0].batches}, and it now "
             )
         if main.state == "D":
-            return kind or "storage", f"{note}waits for a disk or file system{_of_file(main.file)} at {where}", where
+            return (
+                kind or "storage",
+                f"{note}waits for a disk or file system{_of_file(main.file)} at {where}",
+                where,
+            )
         if main.system_call in ("read", "write", "fsync", "open", "lock"):
             verbs = {"lock": "waits for a file lock on", "open": "opens a file", "fsync": "flushes"}
             verb = verbs.get(main.system_call, f"{main.system_call}s")
@@ -581,7 +624,10 @@ class _Analysis:
             is_file = main.file.startswith("/") and not main.file.startswith("/dev/")
             found = "storage" if is_file or main.system_call == "open" else "waiting"
             return kind or found, f"{note}{verb}{target} at {where}", where
-        if any(re.search(r"/torch/cuda/__init__.py:\d+ in synchronize", each) for each in main.frames[:2]):
+        if any(
+            re.search(r"/torch/cuda/__init__.py:\d+ in synchronize", each)
+            for each in main.frames[:2]
+        ):
             return kind or "gpu", f"{note}waits for its GPU at {where}", where
         texts = {
             "sleep": ("sleeping", "sleeps"),
@@ -592,7 +638,7 @@ class _Analysis:
             "connect": ("waiting", "connects to another process"),
             "wait": ("waiting", "waits for a child process"),
         }
-        if self._is_busy(process) or main.state == "R" and not main.system_call:
+        if self._is_busy(process) or (main.state == "R" and not main.system_call):
             return kind or "busy", f"{note}computes at {where}", where
         found, text = texts.get(main.system_call, ("waiting", "is"))
         return kind or found, f"{note}{text} at {where}", where
@@ -616,7 +662,8 @@ class _Analysis:
             return "loader_worker_dead", f"{text} (last known line: {place})", place or where
         stopped = [p for p in workers if p.state in ("T", "t")]
         if stopped:
-            text = f"waits for its data loader at {where}, whose worker {stopped[0].worker} is stopped by a signal"
+            number = stopped[0].worker
+            text = f"waits for its data loader at {where}: worker {number} is stopped by a signal"
             return "loader_worker_stuck", text, self._where(stopped[0]) or where
         for worker in workers:
             main = worker.threads[0] if worker.threads else None
@@ -624,7 +671,10 @@ class _Analysis:
             if main is None or not place or "/torch/utils/data/_utils/worker.py" in place:
                 continue
             if re.search(r"/(queues|connection|synchronize)\.py:\d+", main.frames[0]) and (
-                "/torch/utils/data/" in next(iter(f for f in main.frames if "/lib/python3" not in f or "/torch/" in f), "")
+                "/torch/utils/data/"
+                in next(
+                    iter(f for f in main.frames if "/lib/python3" not in f or "/torch/" in f), ""
+                )
             ):
                 continue  # idle: the worker waits for indices
             _, doing, place = self._activity_of_worker(worker)
@@ -641,7 +691,7 @@ class _Analysis:
         verb = texts.get(main.system_call, "computes" if main.state == "R" else "waits")
         return "waiting", f"{verb} at {place}", place
 
-    # -- texts --------------------------------------------------------------------------------------
+    # -- texts -------------------------------------------------------------------------------------
 
     def _where(self, process: Process) -> str:
         return user_frame(process.threads[0].frames) if process.threads else ""
@@ -661,8 +711,10 @@ class _Analysis:
         if operation.point_to_point:
             members = group.ranks or tuple(range(group.size))
             peer = members[operation.peer] if 0 <= operation.peer < len(members) else operation.peer
-            way = f"from rank {rank} to rank {peer}" if operation.kind == "send" else (
-                f"from rank {peer} to rank {rank}"
+            way = (
+                f"from rank {rank} to rank {peer}"
+                if operation.kind == "send"
+                else (f"from rank {peer} to rank {rank}")
             )
             return f"{operation.kind} #{operation.sequence} {way}"
         return f"{operation.kind} #{operation.sequence} of the {group.label}"
@@ -682,7 +734,9 @@ class _Analysis:
             return ""
         operation = self.blocked[waiting[0]][0]
         name = self._name_operation(operation, waiting[0])
-        return f"{name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} in {name} at {operation.site}"
+        return (
+            f"{name_ranks(waiting)} wait{'s' * (len(waiting) == 1)} in {name} at {operation.site}"
+        )
 
     def _culprit(self, process: Process, site: str, doing: str, operation: str = "") -> Culprit:
         match = re.match(r"(.*):(\d+) in ", site)
@@ -699,7 +753,9 @@ class _Analysis:
             if pending
             else self._activity(process, None, [])
         )
-        operation = pending[0] if pending else process.operations[-1] if process.operations else None
+        operation = (
+            pending[0] if pending else process.operations[-1] if process.operations else None
+        )
         return {
             "rank": process.rank,
             "host": process.host,
@@ -759,8 +815,8 @@ class HangWatch:
     """Notices that a job has stopped making progress, and explains it once.
 
     The supervisor of the ranks calls `tick` about once a second. A job hangs if no counter of any
-    rank has moved for `hang_after` seconds, or for 4 times the longest pause that the job had before
-    and recovered from, whichever is longer.
+    rank has moved for `hang_after` seconds, or for 4 times the longest pause that the job had
+    before and recovered from, whichever is longer.
     """
 
     def __init__(self, job: str, hang_after: float = HANG_AFTER) -> None:
@@ -773,7 +829,7 @@ class HangWatch:
 
     def tick(self) -> Explanation | None:
         """Return an explanation when a hang is noticed, and None otherwise."""
-        ranks = [each for each in ring_reader.read_progress(self.folder)]
+        ranks = ring_reader.read_progress(self.folder)
         now = time.monotonic()
         counters = tuple(ranks)
         if counters != self._last or not counters:
@@ -786,6 +842,55 @@ class HangWatch:
             return None
         self.explanation = explain_job(self.folder, hang_after=min(limit, self.hang_after) * 0.5)
         return self.explanation
+
+
+class RunObserver:
+    """Records the ranks of `tutti run` or `tutti train`, and explains a hang or a failure.
+
+    The explanation is printed on standard error and written to why.json in `folder`. The rings of a
+    job that ended normally are removed. Otherwise they stay for `tutti why`, for a day at most.
+    """
+
+    def __init__(self, hang_after: float = HANG_AFTER, folder: Path | None = None) -> None:
+        self._hang_after, self._folder = hang_after, folder
+        self._job, self._watch = "", HangWatch("", hang_after)
+        self._last: Explanation | None = None
+
+    def begin(self, job: str) -> dict[str, str]:
+        """Return the environment variables that make the ranks record themselves."""
+        self._job, self._watch = job, HangWatch(job, self._hang_after)
+        return {"TUTTI_OBSERVE": "1"}
+
+    def tick(self) -> None:
+        """Print an explanation if the job has just begun to hang."""
+        explanation = self._watch.tick()
+        if explanation is not None and explanation.hang:
+            self._last = explanation
+            self._show(explanation)
+
+    def failed(self) -> None:
+        """Explain the state of the ranks at the moment of the first failure."""
+        explanation = explain_job(self._watch.folder, hang_after=0.0, pause=0.0)
+        # `tutti run` itself reports an error, and a rank that died.
+        if explanation.kind not in ("error", "dead", "no_ranks", "ended", "out_of_memory"):
+            self._last = explanation
+
+    def end(self, code: int) -> None:
+        """Print the explanation of a failed job again as its last output, and remove the rings."""
+        if code and self._last is not None:
+            self._show(self._last)
+        if code == 0:
+            ring_reader.remove_job(self._job)
+
+    def _show(self, explanation: Explanation) -> None:
+        lines = [
+            f"tutti why: {explanation.verdict}",
+            *(f"  {each}" for each in explanation.evidence),
+        ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        if self._folder is not None and self._folder.is_dir():
+            content = {"schema": SCHEMA, "job": self._job, **explanation.to_json()}
+            write_atomically(self._folder / "why.json", json.dumps(content, indent=1))
 
 
 def job_of(text: str | None) -> Path | None:
@@ -810,9 +915,3 @@ def job_of(text: str | None) -> Path | None:
             if any(p.parent == int(text) for p in ring_reader.read_job(folder, 0, 0)):
                 return folder
     return named if named.is_dir() and any(named.glob("*.ring")) else None
-
-
-def environment_of(folder: Path) -> str:
-    """Return the command of a job as text."""
-    ranks = ring_reader.read_job(folder, 0, 0)
-    return ranks[0].command if ranks else os.fspath(folder)

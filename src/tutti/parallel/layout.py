@@ -1,7 +1,7 @@
-"""Layout: how many ranks each axis has, and the options of every technique.
+"""Layout: the number of ranks on each mesh axis, and the options of every technique.
 
-This file does not import torch, because command lines are built from these dataclasses and layouts
-are checked before torch is needed.
+This file does not import torch, because the command line is built from these dataclasses, and
+layouts are checked, before torch is needed.
 """
 
 import math
@@ -21,24 +21,24 @@ Compression = Literal["none", "bf16", "fp16", "powersgd"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
 
-# Outermost axis first, ordered by the amount of communication. Adjacent ranks differ in tp, which
-# communicates in every layer. shard gathers parameters once per block. dp communicates once per
-# step. pp sends the least data, and only to a neighbouring stage.
+# Outermost axis first, in the order of increasing communication. Adjacent ranks differ in tp,
+# because tp communicates in every layer. shard gathers parameters once per block. dp communicates
+# once per step. pp sends the least data, and only to a neighbouring stage.
 AXES = ("pp", "dp", "shard", "tp")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis has. Written as `dp2.shard2.tp2.pp2`, without axes of 1 rank."""
+    """The number of ranks on each axis. Written as `dp2.shard2.tp2.pp2`, without axes of 1 rank."""
 
     dp: int = 1
-    """Replicas: each holds a copy of the model and computes a part of the batch."""
+    """The number of replicas. Each holds a copy of the model and computes a part of the batch."""
     shard: int = 1
-    """Ranks of a replica: each holds a shard of the parameters and computes a part of the batch."""
+    """The number of shards. Each rank holds one shard and computes a part of the batch."""
     tp: int = 1
-    """Ranks that work on the same samples: each holds a part of every layer's matrices."""
+    """The number of ranks that work on the same samples, each with a part of every split matrix."""
     pp: int = 1
-    """Ranks that hold consecutive layers, and send activations to the next rank."""
+    """The number of pipeline ranks. Each holds some layers and sends its activations onwards."""
 
     def __post_init__(self) -> None:
         for axis, ranks in self.axes.items():
@@ -66,10 +66,11 @@ class Layout:
 
     @classmethod
     def every(cls, ranks: int) -> list["Layout"]:
-        """Return all layouts with this number of ranks, sorted by the number of axes they use."""
+        """Return all layouts with this number of ranks. Layouts with fewer axes come first."""
         divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
-        shapes = [shape for shape in product(divisors, repeat=4) if math.prod(shape) == ranks]
-        # Layouts with the same number of axes are in this order: dp4, shard4, tp4, pp4.
+        triples = product(divisors, repeat=3)
+        shapes = [(*t, ranks // math.prod(t)) for t in triples if ranks % math.prod(t) == 0]
+        # Layouts with the same number of axes are in the order dp4, shard4, tp4, pp4.
         shapes.sort(reverse=True)
         return sorted((cls(*shape) for shape in shapes), key=lambda layout: len(layout._used))
 
@@ -85,7 +86,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """The number of parts of a batch. Ranks that differ only in tp or pp share a part."""
+        """The number of parts of a batch. Ranks that differ only in tp or pp have the same part."""
         return self.dp * self.shard
 
     @property
@@ -108,11 +109,12 @@ class Layout:
         )
 
     def nearest(self, world_size: int) -> list["Layout"]:
-        """Return one or two layouts with `world_size` ranks that resemble this layout most."""
+        """Return one or two layouts with `world_size` ranks that are most similar to this one."""
 
         def distance(other: Layout) -> tuple[int, int, float, list[int]]:
-            # If tp divides the heads of a model, every divisor of tp also divides them, but other
-            # numbers may not. The same holds for pp and layers.
+            # If tp divides the number of heads of a model, every divisor of tp also divides it, but
+            # other values may not. In the same way, a model that has enough layers for pp also has
+            # enough layers for every divisor of pp.
             risky = [axis for axis in ("tp", "pp") if self.axes[axis] % other.axes[axis]]
             changed = [abs(math.log2(other.axes[a] / self.axes[a])) for a in self.axes]
             order = [-ranks for ranks in other.axes.values()]
@@ -137,7 +139,7 @@ class Layout:
 
 
 def layout_of(text: str | None, world_size: int) -> Layout:
-    """Return the layout that `text` describes (None: one replica per rank), after checking it."""
+    """Return the layout of `text` (None: one replica per rank), after a check of its size."""
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
@@ -145,7 +147,7 @@ def layout_of(text: str | None, world_size: int) -> Layout:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How gradients are synchronised between the replicas of a model."""
+    """How gradients are synchronised between replicas."""
 
     engine: EngineName = "ddp"
     """How replicas are synchronised: with torch DDP (ddp) or not at all (single). For teaching: one
@@ -153,22 +155,22 @@ class EngineOptions:
     bucket_mb: float = 25.0
     """ddp: bucket size in MiB. Small buckets are sent earlier; large buckets use more bandwidth."""
     overlap: bool = True
-    """ddp: all-reduce gradients during backward; otherwise after backward."""
+    """ddp: all-reduce gradients during backward. Otherwise they are all-reduced after backward."""
     gradient_as_bucket_view: bool = True
-    """ddp: gradients are views into the buckets, which saves one copy of the gradients."""
+    """ddp: gradients are views of the buckets, which saves the memory of one copy."""
     static_graph: bool = False
-    """ddp: promise that every step uses the same parameters in the same order, so that DDP can plan
+    """ddp: declare that every step uses the same parameters in the same order, so that DDP can plan
     its communication in the first step."""
     find_unused: bool = False
-    """ddp, scratch: allow parameters that get no gradient in a step. Each step searches for such
-    parameters, which takes time."""
+    """ddp, scratch: allow parameters that get no gradient in a step. Searching for such parameters
+    takes time in each step."""
     compress: Compression = "none"
-    """ddp: send gradients as bf16 or fp16 (half the bytes), or as low-rank factors (powersgd).
-    fp16 rounds gradients below 6e-8 to zero unless the loss is scaled; bf16 does not."""
+    """ddp: send gradients as bf16 or fp16 (half the bytes), or as low-rank factors (powersgd). fp16
+    rounds gradients below 6e-8 to zero unless the loss is scaled. bf16 does not."""
     powersgd_rank: int = 2
     """ddp with --compress powersgd: the rank of the factors. A higher rank has a lower error."""
     scratch_reduce: Literal["each", "grouped"] = "grouped"
-    """scratch: one all-reduce per gradient, or one for all gradients."""
+    """scratch: one all-reduce per gradient (each), or one for all gradients (grouped)."""
     sync_batchnorm: bool = False
     """Batch norms compute their statistics over the microbatches of all data ranks."""
 
@@ -211,11 +213,11 @@ class ParallelOptions:
     parallelism, pipeline stages. auto: the layout that tutti plan predicts to be fastest on this
     host. Unset: one replica per rank."""
     reshard: bool | None = None
-    """shard: free gathered parameters after forward and gather them again for backward, or keep
-    them until backward has ended. Unset: free them, except in a pipeline, which reuses them for
-    every microbatch."""
+    """shard: free gathered parameters after forward and gather them again for backward. Otherwise
+    keep them until backward has ended. Unset: free them, except in a pipeline, which reuses them
+    for every microbatch."""
     prefetch: int = 1
-    """shard: number of blocks gathered ahead of time. 0: gather a block when it starts."""
+    """shard: number of blocks that are gathered in advance. 0: gather a block when it starts."""
     gather_dtype: Literal["float32", "bf16"] | None = None
     """shard: dtype in which blocks gather their parameters and compute. Unset: bf16 with
     --precision bf16 (for models without batch norms), else the dtype of the parameters."""
@@ -223,18 +225,20 @@ class ParallelOptions:
     """shard: dtype in which gradients are summed. Unset: the dtype of --gather-dtype if it is set,
     else the dtype of the parameters."""
     sequence_parallel: bool = True
-    """tp: between the split layers, activations are split along the sequence."""
+    """tp: split the activations between the split layers along the sequence."""
     loss_parallel: bool = True
     """tp: compute the loss on logits that are split along the vocabulary."""
     async_tp: bool = False
-    """tp: overlap matrix products with their communication (CUDA, with --compile)."""
+    """tp: overlap matrix products with their communication. Needs CUDA and --compile."""
     pipeline_schedule: ScheduleName = "1f1b"
     """pp: order of forwards and backwards: gpipe, 1f1b, interleaved (1f1b with several stages per
-    rank), zero-bubble (interleaved; weight gradients fill the bubbles), zbv (V-shaped)."""
+    rank), zero-bubble (interleaved, with weight gradients computed in the bubbles), or zbv
+    (zero-bubble with two stages per rank in a V shape)."""
     stages_per_rank: int | None = None
     """pp: number of stages per rank. Unset: 1 for gpipe and 1f1b, otherwise 2."""
     balance: Literal["counted", "measured", "even"] = "counted"
-    """pp: cut the layers into stages of equal FLOPs, equal measured time, or equal layer count."""
+    """pp: cut the layers into stages of equal FLOPs (counted), equal measured time (measured), or
+    equal layer count (even)."""
 
     def __post_init__(self) -> None:
         if self.prefetch < 0:
@@ -259,14 +263,15 @@ class ParallelOptions:
         return self.stages_per_rank or (1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2)
 
 
-# The axis that a field configures. Parity runs many layouts and ignores the fields of unused axes.
+# The axis that each field of ParallelOptions configures. `tutti parity` runs many layouts, and
+# ignores the fields of axes that a layout does not have.
 AXIS_OF = {
     **dict.fromkeys(("reshard", "prefetch", "gather_dtype", "reduce_dtype"), "shard"),
     **dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), "tp"),
     **dict.fromkeys(("pipeline_schedule", "stages_per_rank", "balance"), "pp"),
 }
 
-# The engines that read a field of EngineOptions. Fields that are not listed are read only by ddp.
+# The engines that use a field of EngineOptions. Fields that are not listed are used only by ddp.
 _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "find_unused": ("ddp", "scratch"),
     "scratch_reduce": ("scratch",),
@@ -275,7 +280,7 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
 
 
 def flag_of(name: str, value: object) -> str:
-    """Return an option and its value as written on a command line."""
+    """Return an option and its value as on a command line."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -283,7 +288,7 @@ def flag_of(name: str, value: object) -> str:
 
 
 def leave_out(name: str, default: object) -> str:
-    """Return the advice to leave out an option, on the command line or in a recipe file."""
+    """Return the advice to remove an option from the command line or a recipe file."""
     if default is None:
         return f"leave it out, and remove {name} from the recipe file if it is set there"
     return f"leave it out, or pass {flag_of(name, default)} if a recipe file sets it"
@@ -293,7 +298,7 @@ def leave_out(name: str, default: object) -> str:
 
 
 def check_engine(options: EngineOptions, layout: Layout) -> None:
-    """Raise UsageError for an engine, or an option of an engine, that the layout cannot use."""
+    """Raise UsageError if the layout cannot use the engine or one of its options."""
     if layout.only_replicas:
         if options.engine in ("single", "dataparallel") and layout.size > 1:
             raise UsageError(
@@ -305,14 +310,14 @@ def check_engine(options: EngineOptions, layout: Layout) -> None:
         value = getattr(options, option.name)
         if option.name != "sync_batchnorm" and value != option.default:
             raise UsageError(
-                f"{flag_of(option.name, value)} is for replicas, but layout {layout} uses FSDP2 "
-                f"and DTensor: {leave_out(option.name, option.default)}, or use --layout "
-                f"dp{layout.size}"
+                f"{flag_of(option.name, value)} is for replicas (dp without other axes), but "
+                f"layout {layout} uses FSDP2 and DTensor: "
+                f"{leave_out(option.name, option.default)}, or use --layout dp{layout.size}"
             )
 
 
 def check_divides(tp: int, count: int, counted: str) -> None:
-    """Raise UsageError unless tp divides `count`. The message suggests another tp."""
+    """Raise UsageError unless tp divides `count`. The message suggests a valid tp."""
     if count % tp:
         divisors = [str(n) for n in range(1, min(count, 2 * tp) + 1) if count % n == 0]
         raise UsageError(
@@ -322,7 +327,7 @@ def check_divides(tp: int, count: int, counted: str) -> None:
 
 
 def check_sequence(tp: int, length: int) -> None:
-    """Raise UsageError unless tp divides the length of the sequences."""
+    """Raise UsageError unless tp divides the sequence length."""
     if length % tp:
         raise UsageError(
             f"layout tp{tp} does not divide sequences of {length} tokens ({length} / {tp} = "
@@ -330,8 +335,11 @@ def check_sequence(tp: int, length: int) -> None:
         )
 
 
-def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
-    """Raise UsageError if there are more stages than layers. The message suggests layouts."""
+def check_stages(layers: int, ranks: int, stages_per_rank: int, counted: str = "") -> None:
+    """Raise UsageError if there are more stages than layers. The message suggests layouts.
+
+    A stage has at least one layer. `counted` describes what counts as a layer, for the message.
+    """
     stages = ranks * stages_per_rank
     if stages <= layers:
         return
@@ -344,16 +352,18 @@ def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
         if layers >= 2:
             cures.append(f"pp{min(ranks, layers)} with --pipeline-schedule 1f1b")
     cures.append("a model with more layers")
-    raise UsageError(f"layout {needs}, but the model has {layers}: use {' or '.join(cures)}")
+    has = f"{layers} ({counted})" if counted else f"{layers}"
+    raise UsageError(f"layout {needs}, but the model has {has}: use {' or '.join(cures)}")
 
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Schedules whose backward has two halves. The first half computes gradients of the inputs, for
-which other ranks wait. The second half runs later and computes gradients of the weights."""
+"""Schedules that split a backward into two halves. The first half computes the gradients of the
+inputs, because other ranks wait for them. The second half runs later and computes the gradients of
+the weights."""
 
 
 def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute = "none") -> None:
-    """Raise UsageError for techniques that a schedule with a split backward cannot run."""
+    """Raise UsageError if the schedule splits backward and a technique does not support this."""
     if schedule in SPLIT_BACKWARD and compile:
         raise UsageError(
             f"--compile cannot be combined with --pipeline-schedule {schedule}, because a compiled "
@@ -380,8 +390,8 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
     cure = f"use --accumulation {valid}"
     if microbatches < ranks:
         raise UsageError(
-            f"--accumulation {microbatches} is too small for pp{ranks}, because with fewer "
-            f"microbatches than pipeline ranks some ranks would always be idle: {cure}"
+            f"--accumulation {microbatches} is too small for pp{ranks}: with fewer microbatches "
+            f"than pipeline ranks, some ranks would always be idle: {cure}"
         )
     if not divides(microbatches):
         rounds = microbatches // ranks

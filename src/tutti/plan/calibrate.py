@@ -13,12 +13,10 @@ software versions. `read_calibration` refuses a file with a different schema or 
 accelerator. Different software versions cause a warning.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,12 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tutti.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from tutti.machine.environment import describe_environment
-from tutti.machine.hardware_catalogue import accelerator
 from tutti.measure.collective_bandwidth import OPERATIONS, fit_alpha_beta
-from tutti.measure.files import write_atomically
 from tutti.measure.spread import relative_mad
 from tutti.measure.timing import time_total
 from tutti.models import GPT, GPTConfig
+from tutti.plan.calibration_file import write_calibration
 from tutti.plan.cluster_spec import Cluster, cluster_of_device, named_cluster
 from tutti.plan.collective_cost import MeasuredCollective
 from tutti.plan.operator_cost import (
@@ -44,7 +41,6 @@ from tutti.plan.operator_cost import (
     Rates,
     default_rates,
     is_grouped_convolution,
-    rates_row,
 )
 from tutti.plan.step_simulation import Calibration
 from tutti.plan.workload import Operation
@@ -53,7 +49,6 @@ from tutti.world.world import World
 
 _DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 
-SCHEMA = "tutti.calibration/1"
 BUDGET = 40.0  # maximum seconds of measurements, without the time to start the ranks
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 25
 _MIN_SAMPLE = 2e-3  # minimum seconds of one sample on a GPU. Shorter calls are repeated.
@@ -394,12 +389,6 @@ def _as_operation(row: dict[str, Any]) -> Operation:
     return Operation(**(row | {"shape": tuple(row["shape"])}))
 
 
-def _as_rates(row: dict[str, Any]) -> Rates:
-    curves = ("memory_curve", "matmul_curve")
-    pairs = {name: tuple((float(x), float(y)) for x, y in row[name]) for name in curves}
-    return Rates(**(row | pairs))
-
-
 def _error(cluster: Cluster, rates: Rates, timings: Sequence[Timing]) -> float:
     cost = OperatorCost(cluster, rates)
     return sum(abs(math.log(cost.seconds(t.operation) / t.seconds)) for t in timings)
@@ -546,102 +535,7 @@ def fit_collectives(timings: Sequence[Timing], ranks: int) -> tuple[MeasuredColl
     return tuple(found)
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
-def write_calibration(
-    path: Path, calibration: Calibration, measured: Sequence[dict[str, Any]]
-) -> None:
-    """Write a calibration with its measurements, the machine and the software versions."""
-    content = {
-        "schema": SCHEMA,
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": describe_environment(),
-        "device": calibration.device,
-        "ranks": measured[0]["ranks"],
-        "rounds": measured[0]["rounds"],
-        "rates": rates_row(calibration.rates),
-        "collectives": [asdict(each) for each in calibration.collectives],
-        "spread": dict(calibration.spread),
-        "peak_flops": dict(calibration.peak_flops),
-        "memory_bandwidth": calibration.memory_bandwidth,
-        "measurements": [
-            {"operation": operation, "seconds": seconds, "spread": spread}
-            for operation, seconds, spread in zip(
-                measured[0]["operations"],
-                measured[0]["seconds"],
-                measured[0]["spread"],
-                strict=True,
-            )
-        ],
-    }
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
-
-
-def read_calibration(path: Path, cluster: Cluster | None = None) -> tuple[Calibration, list[str]]:
-    """Return a calibration, and warnings if its software versions, CPU or rank count differ.
-
-    Raises UsageError if the file is not valid, or if `cluster` has a different accelerator.
-    """
-    cure = f"measure this machine with tutti plan --calibrate {path}"
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"--calibration {path}: the file does not exist: {cure}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"--calibration {path} cannot be read ({error}): {cure}") from None
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise UsageError(
-            f"--calibration {path} has the schema {schema!r}, but this version of tutti reads "
-            f"{SCHEMA!r}: {cure}"
-        )
-    try:
-        calibration = Calibration(
-            device=content["device"],
-            rates=_as_rates(content["rates"]),
-            collectives=tuple(MeasuredCollective(**row) for row in content["collectives"]),
-            spread=tuple(sorted(content["spread"].items())),
-            peak_flops=tuple(sorted(content["peak_flops"].items())),
-            memory_bandwidth=content["memory_bandwidth"],
-        )
-        versions = content["environment"]["versions"]
-        ranks = content["ranks"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"--calibration {path} is not complete ({error}): {cure}") from None
-    if cluster is not None and not _same_device(calibration.device, cluster):
-        raise UsageError(
-            f"--calibration {path} was measured on {calibration.device}, but the plan is for "
-            f"{cluster.accelerator}: omit --calibration, or measure on {cluster.accelerator}"
-        )
-    warnings = []
-    here = describe_environment()
-    for name in ("torch", "tutti"):
-        if versions.get(name) != here["versions"].get(name):
-            warnings.append(
-                f"--calibration {path} was measured with {name} {versions.get(name)}, but "
-                f"{here['versions'].get(name)} is installed: {cure}"
-            )
-    if calibration.device == "cpu":
-        if content["environment"].get("cpu") != here["cpu"]:
-            warnings.append(
-                f"--calibration {path} was measured on {content['environment'].get('cpu')}, but "
-                f"this machine has {here['cpu']}: {cure}"
-            )
-        if cluster is not None and ranks != cluster.per_node:
-            warnings.append(
-                f"--calibration {path} was measured with {ranks} ranks per host, but the plan has "
-                f"{cluster.per_node}. The ranks of a host share its cores and memory bandwidth, so "
-                f"the rates are different: measure again with --gpus {cluster.per_node}xcpu"
-            )
-    return calibration, warnings
-
-
-def _same_device(device: str, cluster: Cluster) -> bool:
-    if device == "cpu" or cluster.is_cpu:
-        return device == "cpu" and cluster.is_cpu
-    spec = accelerator(device)
-    return spec is not None and spec is accelerator(cluster.device)
+# -- the command -----------------------------------------------------------------------------------
 
 
 def calibrate(

@@ -139,6 +139,11 @@ def spread_over_nodes(size: int, stride: int, per_node: int) -> tuple[int, int]:
     return members, size // members
 
 
+def sizes_between(first: int, last: int) -> list[int]:
+    """Return the GPU counts from `first` to at most `last`, each twice the previous one."""
+    return [first * 2**power for power in range(int(math.log2(last / first)) + 1)]
+
+
 def limit_power(cluster: Cluster, watts: float) -> Cluster:
     """Return the cluster with a different power limit per GPU.
 

@@ -12,6 +12,7 @@ error. Every run is a separate job with a time limit, so a failed run leaves no 
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ class Search:
             )
         self._losses = self._read_losses(first)
         self._steps = min(_MAX_STEPS, max(_MIN_STEPS, round(_TIMED_SECONDS / first.step_s)))
-        _report(f"original settings: {1e3 * first.step_s:.2f} ms per step")
+        report(f"original settings: {1e3 * first.step_s:.2f} ms per step")
         best: Change = {}
         best_s = first.step_s
         try:
@@ -85,7 +86,7 @@ class Search:
                     # If a change was kept, also reserve time for the final comparison.
                     runs = 1 + 2 * self.pairs * (2 if best else 1)
                     if not self._has_time_for(runs):
-                        _report(self._budget_is_used(runs))
+                        report(self._budget_is_used(runs))
                         return self._result(best)
                     step_s = self._try(setting, best, best_s, change)
                     if step_s is not None:
@@ -99,7 +100,7 @@ class Search:
         row: dict[str, Any] = {"setting": setting, "change": change_text(change), "kept": False}
         self.rows.append(row)
         row["result"] = self._compare(row, best, best_s, _merged(best, change))
-        _report(f"{row['change']}: {row['result']}")
+        report(f"{row['change']}: {row['result']}")
         return row["step_s"] if row["kept"] else None
 
     def _compare(self, row: dict[str, Any], best: Change, best_s: float, candidate: Change) -> str:
@@ -272,7 +273,9 @@ def _failure(run: TimedRun) -> str:
         return "the program took too few steps to be timed"
     lines = [line.strip() for line in run.log.read_text(errors="replace").splitlines()]
     named = [line for line in lines if "rror" in line or "memory" in line]
-    reason = (named or [line for line in lines if line] or [""])[-1]
+    # If one rank runs out of memory, the other ranks lose their connection and report errors too.
+    causes = [line for line in named if re.search(r"out of ?memory|allocate.*memory", line, re.I)]
+    reason = (causes or named or [line for line in lines if line] or [""])[-1]
     return f"exit code {run.code}, {reason[:200]}"
 
 
@@ -302,5 +305,6 @@ def result_lines(result: Mapping[str, Any], program: bool) -> Iterator[str]:
     yield f"{'change' if program else 'add the flags'}: {result['keep']}"
 
 
-def _report(text: str) -> None:
+def report(text: str) -> None:
+    """Print a line about the progress of the search."""
     print(f"tutti tune: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,5 @@
 """Makes a plan from a recipe: chooses example inputs, defines the job to search, computes costs."""
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,10 +10,10 @@ import torch
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, TensorSamples
 from tutti.machine.environment import describe_environment
-from tutti.models.config import GPTConfig, OwnModelConfig
-from tutti.models.pretrained import ModelError
+from tutti.models.config import GPTConfig, ModelError
 from tutti.parallel.layout import Layout
 from tutti.plan.cluster_spec import Cluster, cluster_of_device, named_cluster
+from tutti.plan.job_check import check_size, parse_batch_shape
 from tutti.plan.model_trace import ModelTracer, model_without_weights
 from tutti.plan.search import Job, Plan, Planned, search
 from tutti.plan.step_simulation import Calibration
@@ -25,12 +23,6 @@ from tutti.train.recipe_check import MANY_SAMPLES
 from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-}
 _KNEE = 1.6  # the smallest speed-up by twice the GPUs that is still efficient
 
 
@@ -50,14 +42,8 @@ def planning_dataset(recipe: Recipe, batch_shape: str | None = None) -> Dataset:
             return load_dataset(recipe)
         except (DataError, ModelError) as error:
             raise UsageError(str(error)) from None
-    sizes, _, dtype = batch_shape.partition(":")
-    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", sizes) or (dtype or "float32") not in _DTYPES:
-        raise UsageError(
-            f"--batch-shape {batch_shape!r} must be the sizes of one input and its dtype "
-            f"({', '.join(_DTYPES)}), as in 3x224x224 or 1024:int64"
-        )
-    shape = (1, *(int(size) for size in sizes.split("x")))
-    inputs = torch.zeros(shape, dtype=_DTYPES[dtype or "float32"])
+    shape, dtype = parse_batch_shape(batch_shape)
+    inputs = torch.zeros((1, *shape), dtype=getattr(torch, dtype))
     targets = _targets(recipe, inputs)
     samples = TensorSamples(inputs, targets)
     return Dataset("batch-shape", samples, samples)
@@ -87,16 +73,6 @@ def _targets(recipe: Recipe, inputs: torch.Tensor) -> torch.Tensor:
         shape = outputs.shape[:-1] if outputs.dim() <= 3 else (2, *outputs.shape[2:])
         return torch.zeros((1, *shape[1:]), dtype=torch.int64)
     return torch.zeros((1, *outputs.shape[1:]), dtype=torch.float32)
-
-
-def as_planned(recipe: Recipe, dataset_given: bool) -> Recipe:
-    """Return the recipe with synthetic inputs, unless the user gave --dataset or an own model."""
-    own = type(recipe.architecture) is OwnModelConfig
-    if dataset_given or own:
-        return recipe
-    cifar = recipe.data.dataset == "cifar100"
-    pixels = 32 if cifar and recipe.data.pixels == 28 else recipe.data.pixels
-    return replace(recipe, data=replace(recipe.data, dataset="synthetic", pixels=pixels))
 
 
 def job_of(recipe: Recipe, dataset: Dataset, gpus: int, given: Sequence[str] = ()) -> Job:
@@ -162,13 +138,7 @@ class PlannedJob:
     def plan(self, cluster: Cluster) -> Plan:
         """Return the plan for a cluster."""
         job = job_of(self.recipe, self.tracer.dataset, cluster.gpus, self.given)
-        layout = job.layout
-        if layout is not None and layout.size != cluster.gpus:
-            nearest = " or ".join(str(each) for each in layout.nearest(cluster.gpus))
-            raise UsageError(
-                f"--layout {layout} needs {layout.size} ranks, but --gpus has {cluster.gpus}: use "
-                f"--gpus {layout.size}x{cluster.accelerator} or --layout {nearest}"
-            )
+        check_size(job.layout, cluster)
         return search(self.tracer.workload, cluster, job, self.calibration)
 
 
@@ -194,11 +164,6 @@ def costs(plan: Plan, planned: Planned) -> dict[str, float | None]:
         "kwh_per_1e9": None if watts is None else hours * watts / 1000,
         "per_joule": None if watts is None else per_step / (watts * cluster.gpus * seconds),
     }
-
-
-def sizes_between(first: int, last: int) -> list[int]:
-    """Return the GPU counts from `first` to at most `last`, each twice the previous one."""
-    return [first * 2**power for power in range(int(math.log2(last / first)) + 1)]
 
 
 def knee(rows: Sequence[tuple[int, float]]) -> int | None:

@@ -24,15 +24,15 @@ from tutti import comm
 from tutti.data import Dataset, Samples, evaluation_loader
 from tutti.data.dataset import Pair
 from tutti.data.nested import map_tensors
-from tutti.models.config import GPTConfig
-from tutti.models.pretrained import ModelError, check_source, split_source
+from tutti.models.config import GPTConfig, ModelError, split_source
+from tutti.models.pretrained import check_source
 from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine, count_replicas
 from tutti.parallel.layout import Layout, ParallelOptions
 from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index
-from tutti.train.init import agree, build_meta_model, load_dataset
+from tutti.train.init import agree, build_meta_model, check_same_dataset, load_dataset
 from tutti.train.recipe import RECIPES, Compute, Recipe, with_values
 from tutti.train.run_directory import (
     check_generates_text,
@@ -41,7 +41,6 @@ from tutti.train.run_directory import (
     saved_steps,
     step_name,
 )
-from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, Score, as_model_dtype
 from tutti.train.task import IGNORED, class_dim
 from tutti.world.errors import UsageError

@@ -1,59 +1,42 @@
 """Builds the dataset, model and optimizer of a recipe. The dataset determines some model sizes.
 
 The model is built on the meta device. Later, parallel/apply.py allocates this rank's shards.
+Functions import models of other libraries and --init-from only when a recipe uses them.
 """
 
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from tutti import data
 from tutti.data import DataError
-from tutti.data.dataset import Dataset
+from tutti.data.dataset import Dataset, Samples
 from tutti.data.dataset_files import DATASETS, dataset_kind, dataset_path, has_tokenizer
+from tutti.data.nested import Nested, tensors_of
 from tutti.models.config import (
     EfficientNetConfig,
     GPTConfig,
     LeNetConfig,
+    ModelError,
     OwnModelConfig,
     WideResNetConfig,
-)
-from tutti.models.lora_layers import (
-    MATRICES,
-    LoraOptions,
-    adapted_layers,
-    adapter_layer,
-    add_adapters,
-    check_adapter_fits,
-    is_adapter_folder,
-    read_adapter,
-)
-from tutti.models.pretrained import (
-    HuggingFaceFolder,
-    ModelError,
-    SavedTensor,
-    build_causal_lm,
-    build_timm,
-    check_source,
-    read_folder,
-    saved_tensors,
     split_source,
-    tensor_sources,
-    tied_names,
 )
+from tutti.models.lora_layers import LoraOptions, adapted_layers, add_adapters, is_adapter_folder
 from tutti.parallel.materialize import (
     AdapterWeights,
-    FileChunk,
     ModuleInit,
     SavedWeights,
     TensorSources,
@@ -62,9 +45,6 @@ from tutti.parallel.materialize import (
     build_with_buffers,
     materialize,
 )
-from tutti.parallel.mesh import Box
-from tutti.train.checkpoint.format import saved_steps, step_name
-from tutti.train.checkpoint.load import chunks_of, this_rank, verify
 from tutti.train.recipe import Architecture, Optimization, Recipe
 from tutti.train.recipe_check import (
     LOSSES,
@@ -75,10 +55,13 @@ from tutti.train.recipe_check import (
     metric_of,
     search_current_directory,
 )
-from tutti.train.same_data import seeded_generators
 from tutti.train.task import Task
 from tutti.world.errors import UsageError
-from tutti.world.exchange import gather_json
+from tutti.world.exchange import check_same, gather_json, hash_tensor
+from tutti.world.world import World
+
+if TYPE_CHECKING:
+    from tutti.models.pretrained import HuggingFaceFolder
 
 Result = TypeVar("Result")
 
@@ -145,7 +128,9 @@ def build_meta_model(
         model, weights, note = build_on_meta(make, recipe.length.seed)
         notes = [note] if note else []
     if source is not None and saved_weights:
-        chunks, more = _saved_weights(model, source)
+        from tutti.train.init_from import saved_weights_of
+
+        chunks, more = saved_weights_of(model, source)
         weights, notes = SavedWeights(chunks, weights), [*notes, *more]
     weights = weights or SavedWeights({})
     dtype = PARAMETER_DTYPES[recipe.compute.precision]
@@ -154,7 +139,9 @@ def build_meta_model(
         add_adapters(model, LoraOptions.parse(recipe.lora))
         sources: TensorSources = {}
         if recipe.init_from is not None and saved_weights:
-            sources = _saved_adapters(model, recipe.init_from)
+            from tutti.train.init_from import saved_adapters_of
+
+            sources = saved_adapters_of(model, recipe.init_from)
         weights = AdapterWeights(weights, recipe.length.seed, sources)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in model.parameters())
@@ -171,84 +158,6 @@ def build_meta_model(
     return model, weights, notes
 
 
-def _saved_weights(model: nn.Module, source: Path) -> tuple[TensorSources, list[str]]:
-    """Return where each weight is stored in `source` (a run or a folder), and notes."""
-    if not (source / "recipe.toml").is_file():
-        sources, notes = tensor_sources(model, saved_tensors(source), str(source))
-        return {name: _chunks(each) for name, each in sources.items()}, notes
-    path, saved = _saved_run(source)
-    chunks = {
-        name: chunks_of(path, saved[first])
-        for first, names in tied_names(model).items()
-        for name in names
-        if first in saved
-    }
-    for name, tensor in model.named_parameters():
-        shape = tuple(saved[name]["shape"]) if name in chunks else None
-        if shape != tuple(tensor.shape):
-            found = f"has no {name}" if shape is None else f"has {name} of shape {shape}"
-            raise UsageError(
-                f"--init-from {source} {found}, but the model has {name} of shape "
-                f"{tuple(tensor.shape)}: use a run of the same model"
-            )
-    buffers = [name for name, _ in model.named_buffers() if name in saved]
-    chunks |= {name: chunks_of(path, saved[name]) for name in buffers}
-    return chunks, []
-
-
-def _saved_run(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of a run, and its tensors by their names in the base model."""
-    steps = saved_steps(source / "checkpoints")
-    path = source / "checkpoints" / step_name(max(steps, default=0))
-    # Every rank verifies a part of the files. `agree` raises the error of one rank on all ranks.
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    index = verify(path, this_rank(), ranks)
-    if isinstance(index, str):
-        raise UsageError(f"--init-from {source}: {path.name} is damaged: {index}")
-    return path, {
-        name.removeprefix("model.").replace(".base_layer.", "."): each
-        for name, each in index["tensors"].items()
-        if name.startswith("model.")  # not the state of the optimizer, and not moving averages
-    }
-
-
-def _saved_adapters(model: nn.Module, source: Path) -> TensorSources:
-    """Return the chunks of each LoRA matrix in `source`: an adapter folder, or a run with --lora.
-
-    `model` has adapters. The result is empty if `source` has no adapters.
-    """
-    names = {
-        f"{name}.{matrix}": adapter_layer(layer, matrix).weight
-        for name, layer in adapted_layers(model)
-        for matrix in MATRICES
-    }
-    chunks: dict[str, Any] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    if is_adapter_folder(source):
-        adapter = read_adapter(source, "--init-from")
-        check_adapter_fits(adapter, model)
-        chunks = {name: _chunks(tensor) for name, tensor in adapter.tensors.items()}
-        shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
-    elif (source / "recipe.toml").is_file():
-        path, saved = _saved_run(source)
-        for key, each in saved.items():
-            name = key.removesuffix(".default.weight")
-            if name.endswith(MATRICES):
-                chunks[name], shapes[name] = chunks_of(path, each), tuple(each["shape"])
-    for name in sorted({*names, *shapes}) if shapes else ():
-        expected = tuple(names[name].shape) if name in names else None
-        if shapes.get(name) != expected:
-            has, needed = (
-                "no such matrix" if shape is None else f"shape {shape}"
-                for shape in (shapes.get(name), expected)
-            )
-            raise UsageError(
-                f"--init-from {source} has {has} for {name}, but --lora gives it {needed}: use the "
-                "rank and the targets of the saved adapter"
-            )
-    return chunks
-
-
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
     """Return the recipe's model, sized for the dataset, on torch's default device."""
     if hugging_face_folder(recipe.model):
@@ -262,17 +171,14 @@ def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
     return model
 
 
-def hugging_face_folder(model: str, *, weights: bool = True) -> HuggingFaceFolder | None:
+def hugging_face_folder(model: str, *, weights: bool = True) -> "HuggingFaceFolder | None":
     """Return the folder of --model hf:FOLDER, and None for other models."""
     source = split_source(model)
-    return read_folder(source[1], weights=weights) if source and source[0] == "hf" else None
+    if source is None or source[0] != "hf":
+        return None
+    from tutti.models.pretrained import read_folder
 
-
-def _chunks(source: SavedTensor | Callable[[], Tensor]) -> list[FileChunk] | Callable[[], Tensor]:
-    if not isinstance(source, SavedTensor):
-        return source
-    whole = Box((0,) * len(source.shape), source.shape)
-    return [FileChunk(source.file, source.key, whole)]
+    return read_folder(source[1], weights=weights)
 
 
 def model_maker(recipe: Recipe, dataset: Dataset | None) -> Callable[[], nn.Module]:
@@ -316,6 +222,8 @@ def _own_model(name: str) -> Callable[[], Any]:
     source = split_source(name)
     if source is None:
         return load_function(name, "--model", tuple(_MODELS))
+    from tutti.models.pretrained import build_causal_lm, build_timm, check_source, read_folder
+
     check_source(*source, weights=False)
     if source[0] == "timm":
         return partial(build_timm, source[1])
@@ -595,3 +503,67 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr * group.get("lr_factor", 1.0)
+
+
+# -- the same data on every rank -------------------------------------------------------------------
+#
+# Every rank makes the dataset itself. If a random split or a random tensor differed between ranks,
+# the ranks would train on samples of different datasets, without any error.
+
+_COMPARED_SAMPLES = 8
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Seed the global generators of torch, numpy and Python; on exit, restore their states."""
+    states = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(states[0])
+            random.setstate(states[1])
+
+
+def check_same_dataset(world: World, dataset: Dataset, seed: int) -> None:
+    """Raise RanksDiffer unless all ranks have the same dataset. All ranks must call this."""
+    described = describe_samples(dataset.train, "training", seed)
+    check_same(world, dataset=described | describe_samples(dataset.test, "test", seed))
+
+
+def check_same_samples(world: World, samples: Samples, seed: int) -> None:
+    """Raise RanksDiffer unless all ranks have the same samples. All ranks must call this."""
+    check_same(world, dataset=describe_samples(samples, "its", seed))
+
+
+def describe_samples(samples: Samples, kind: str, seed: int) -> dict[str, int]:
+    """Return the number of samples, and hashes of the inputs and targets of a few samples.
+
+    The samples are fetched twice with the same seeds. If the two inputs of a sample differ, a
+    transform uses its own random number generator. Then inputs cannot be compared between ranks and
+    are left out.
+    """
+    described = {f"{kind} samples": len(samples)}
+    count = min(_COMPARED_SAMPLES, len(samples))
+    indices = torch.linspace(0, len(samples) - 1, count, dtype=torch.float64).long()
+    hashes = []
+    try:
+        for _ in range(2 if count else 0):
+            with seeded_generators(seed):
+                hashes.append([_hash(part) for part in samples.batch(indices)])
+    except DataError as error:
+        raise UsageError(str(error)) from None
+    if hashes:
+        described[f"{kind} targets"] = hashes[0][1]
+        if hashes[0][0] == hashes[1][0]:
+            described[f"{kind} inputs"] = hashes[0][0]
+    return described
+
+
+def _hash(value: Nested) -> int:
+    hashes = [hash_tensor(tensor) for tensor in tensors_of(value)]
+    # The hash of a tuple of ints is the same in every Python process.
+    return hashes[0] if len(hashes) == 1 else hash(tuple(hashes))

@@ -32,6 +32,7 @@ from tutti.train.init import (
     build_meta_model,
     build_optimizer,
     build_task,
+    check_same_dataset,
     fit,
     load_dataset,
     set_lr,
@@ -41,7 +42,6 @@ from tutti.train.out_of_memory import Explainer
 from tutti.train.recipe import Recipe
 from tutti.train.recipe_check import check_recipe
 from tutti.train.run_directory import Metrics, RunDirectory, finite
-from tutti.train.same_data import check_same_dataset
 from tutti.train.step import AUTOCAST, Score, Step, as_model_dtype, evaluate
 from tutti.train.telemetry import (
     ProgressReport,
@@ -63,7 +63,7 @@ _NO_SPAN = nullcontext()
 
 
 class LossNotFinite(Exception):
-    """The loss became NaN or infinite; the message names the step and the rank."""
+    """The loss became NaN or infinite. The message names the step and the rank."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Outcome:
 
     summary: dict[str, Any]
     stopped: bool  # whether a signal ended the run early, after saving a checkpoint
-    not_written: list[str]  # files that are missing, each with the reason; the same on every rank
+    not_written: list[str]  # incomplete files, each with the reason; the same list on every rank
 
 
 class Runner:
@@ -85,25 +85,25 @@ class Runner:
         self.loader = loader
         self.schedule = schedule
         self.recipe = recipe
-        # Number of samples that all ranks together have processed since the start of the run. The
-        # learning rate depends on this number.
+        # Number of samples that all ranks have processed since the start of the run. The learning
+        # rate depends on this number.
         self.samples = 0
         self._batches: Iterator[Batch] | None = None
         self._rank_samples = 0
         self._input_seconds = 0.0
-        # `_lrs` has the learning rate of each step since the last status sync. `_norms` maps a
-        # position in `_lrs` to the gradient norm of this step, if the norm is known.
+        # `_lrs` has the learning rate of each step since the last status sync. `_norms` has the
+        # known gradient norms. Its keys are positions in `_lrs`.
         self._lrs: list[float] = []
         self._norms: dict[int, Tensor] = {}
 
     def run(self, steps: int) -> Tensor:
-        """Run `steps` steps. Return this rank's part of each step's loss, on the device."""
+        """Run `steps` steps. Return this rank's contribution to each step's loss, on the device."""
         if self._batches is None:
             self._batches = self.loader.stream()
         losses = []
         for remaining in reversed(range(steps)):
             began = time.perf_counter()
-            # In a trace, this span shows the time in which the loop waits for input.
+            # In a profiler trace, this span shows the time that the loop waits for input.
             with record_function("tutti.input") if profiling() else _NO_SPAN:
                 batch = next(self._batches)
             self._input_seconds += time.perf_counter() - began
@@ -111,7 +111,7 @@ class Runner:
             self._rank_samples += batch.count
             lr = self.schedule.lr_at(self.samples, self.recipe)
             set_lr(self.step.optimizer, lr)
-            # Without clipping, only the gradient norm of the last step is measured, for the log.
+            # Without clipping, the gradient norm is measured only in the last step, for metrics.
             losses.append(self.step(batch, measure_norm=remaining == 0))
             self._log(lr)
         return torch.stack(losses)
@@ -123,7 +123,7 @@ class Runner:
         self._lrs.append(lr)
 
     def close(self) -> None:
-        """Release the data and everything that was prepared for later steps."""
+        """Stop the loader, and release batches that were loaded for later steps."""
         self._batches = None
         self.loader.close()
 
@@ -134,7 +134,7 @@ class Runner:
         return taken
 
     def take_curves(self) -> list[dict[str, float | None]]:
-        """Return `lr`, and `grad_norm` where it is known, of each step since the last call.
+        """Return one row per step since the last call: `lr`, and `grad_norm` if it is known.
 
         This method waits for the device. A norm that is not finite is returned as None.
         """
@@ -147,7 +147,7 @@ class Runner:
 
 
 class Trainer:
-    """Trains one recipe in one world; `run()` returns the outcome."""
+    """Trains a recipe. `run()` returns the outcome."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Trainer:
         save: bool = True,
         test_batches: int | None = None,
     ) -> None:
-        """wandb: the project of --wandb. test_batches: the number of batches in an evaluation."""
+        """`wandb` is the project of --wandb. `test_batches` limits the batches of an evaluation."""
         self.world = world
         self.recipe = recipe
         self.directory = directory
@@ -174,7 +174,7 @@ class Trainer:
             self._build(resume, tensorboard)
 
     def _build(self, resume: bool, tensorboard: bool) -> None:
-        """Load the data, build the model and the optimizer, and load a checkpoint if resumed."""
+        """Load the data, and build the model and the optimizer. If `resume`, load a checkpoint."""
         world, recipe, directory = self.world, self.recipe, self.directory
         precision = recipe.compute.precision
         dataset, self.schedule = agree(self._load_dataset)
@@ -184,15 +184,15 @@ class Trainer:
         self.memory.begin_model(model)
         self.task = agree(lambda: build_task(recipe, dataset, model))
         parallel = recipe.parallel
-        if recipe.task.loss != "cross_entropy":  # the other losses need whole logits
+        if recipe.task.loss != "cross_entropy":  # the other losses need unsharded logits
             parallel = replace(parallel, loss_parallel=False)
         check_same(world, recipe=json.loads(json.dumps(asdict(recipe), default=str)))
         if world.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # shapes repeat, so measuring kernels pays off
+            torch.backends.cudnn.benchmark = True  # all steps have the same shapes
         example = map_tensors(lambda t: t.to(world.device), dataset.train.batch([0])[0])
         engine_options = recipe.engine
         if world.size == 1 and recipe.engine.engine == "ddp":
-            # On one rank, DDP would only copy gradients.
+            # On one rank, DDP would copy gradients without any benefit.
             engine_options = EngineOptions(engine="single")
         self.engine = build_engine(
             model,
@@ -207,9 +207,11 @@ class Trainer:
             autocast=AUTOCAST.get(precision),
             weights=weights,
         )
-        self.model = self.engine.model  # this rank's layers; --sync-batchnorm replaces batch norms
+        # The engine's model has only this rank's layers, and --sync-batchnorm replaces batch norms.
+        self.model = self.engine.model
         check_replicas_equal(self.model, self.engine.mesh)
-        self.engine.seed_rng(recipe.length.seed)  # from now on, data ranks draw different numbers
+        # From here on, data-parallel ranks draw different random numbers.
+        self.engine.seed_rng(recipe.length.seed)
         self.optimizer = agree(
             lambda: build_optimizer(
                 self.model, recipe.optimization, self.schedule.peak_lr, recipe.compute.cuda_graph
@@ -250,7 +252,7 @@ class Trainer:
         self.best: BestScore | None = None
         if recipe.length.keep_best is not None and recipe.length.evaluate:
             self.best = BestScore(*parse_keep_best(recipe.length.keep_best, self.task.metric_name))
-        # Whether a signal stopped the run before an evaluation that was due.
+        # True if a signal stopped the run at a step whose evaluation was then skipped.
         self._evaluation_missed = False
         self.notes: list[str] = notes
         self.step, samples = 0, 0
@@ -281,7 +283,7 @@ class Trainer:
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
-        """The checkpoints of this run. The first save or --resume creates the object."""
+        """The checkpoints of this run, created at the first save or by --resume."""
         from tutti.train.checkpoint import Checkpoints
 
         return Checkpoints(self.directory.checkpoints, keep=self.recipe.length.keep)
@@ -352,11 +354,11 @@ class Trainer:
             if self._saves:
                 self.checkpoints.wait()
             failed = False
-        except DataError as error:  # a sample is not usable: show one line, no traceback
+        except DataError as error:  # a sample cannot be used: show one line without a traceback
             raise UsageError(f"--dataset {self.recipe.data.dataset}: {error}") from None
         finally:
-            # The signal handlers are restored only now, when the checkpoint is complete: a second
-            # signal must not interrupt the checkpoint that the first signal requested.
+            # Restore the signal handlers only after the checkpoint is complete. Otherwise a second
+            # signal could interrupt the checkpoint that the first signal requested.
             self.status_sync.close()
             progress.close()
             self.close(failed)
@@ -370,9 +372,10 @@ class Trainer:
         return Outcome(summary, stopped, reasons)
 
     def _steps_to_next_event(self) -> int:
-        """Return the number of steps to the next event, which is the same on all ranks.
+        """Return the number of steps to the next event. It is the same number on all ranks.
 
-        Events are status syncs, evaluations, checkpoints, and the ends of an epoch and of the run.
+        An event is a status sync, an evaluation, a checkpoint, the end of an epoch, or the end of
+        the run.
         """
         length = self.recipe.length
         events = [self.schedule.steps, self.status_sync.next_at]
@@ -383,10 +386,10 @@ class Trainer:
         return max(1, min(events) - self.step)
 
     def _is_due(self, every: int | None) -> bool:
-        """Return whether an event is due now.
+        """Return whether an evaluation or a checkpoint is due after the current step.
 
-        The event is due every `every` steps, or after each epoch if `every` is None, and at the end
-        of the run.
+        It is due every `every` steps, or after each epoch if `every` is None, and at the end of the
+        run.
         """
         epoch_ended = self.loader.position.sample == 0
         at_step = self.step % every == 0 if every else epoch_ended
@@ -396,9 +399,10 @@ class Trainer:
         if status.nonfinite is not None:
             step, rank = status.nonfinite
             raise LossNotFinite(
-                # Counts steps from 1, as the progress report does. Metrics count steps from 0.
-                f"the loss of step {step + 1} is not finite, first on rank {rank}: lower --lr, add "
-                "--clip or --warmup, or check the data of that step"
+                # The message counts steps from 1, as the progress report does. Metrics count steps
+                # from 0.
+                f"the loss of step {step + 1} is not finite, first on rank {rank}. Lower --lr, add "
+                "--clip or --warmup, or check the data of this step."
             )
         samples = self.runner.samples - self._samples_reported
         self._samples_reported = self.runner.samples
@@ -421,7 +425,7 @@ class Trainer:
         progress.show(self.step, [*parts, *rates[1:]])
         if (warning := self.stragglers.warning()) is not None:
             progress.print(f"step {self.step}: {warning}")
-        # The rates of the first status sync are not used, because its steps include warm-up.
+        # Ignore the rates of the first status sync, because its steps include the warm-up.
         measured = self.recipe.batching.split == "measured" and status.first_step > 0
         if measured and all(rate > 0 for rate in status.rates):
             self.shares = measured_shares(status.rates, self.shares)
@@ -461,13 +465,13 @@ class Trainer:
 
     @property
     def ended_early(self) -> bool:
-        """Whether --patience ends the run. The same on all ranks."""
+        """Whether --patience ends the run. All ranks have the same value."""
         return self.best is not None and self.best.exhausted(self.recipe.length.patience)
 
     def _evaluate(self, progress: ProgressReport) -> bool:
-        """Evaluate and report the score. Return whether it is the best score of --keep-best."""
+        """Evaluate the model and report the score. Return whether it is the best score so far."""
         progress.announce(f"step {self.step}: evaluating on the test set", "evaluating")
-        # All ranks use the score of rank 0, so that all ranks end at the same step.
+        # All ranks use the score of rank 0, so that --patience ends all ranks at the same step.
         self.score = score = Score(*gather_json(astuple(self._score()))[0])
         self.metrics.add(self.step - 1, test_loss=finite(score.loss), **_metric_of(score))
         self.metrics.flush()
@@ -486,12 +490,12 @@ class Trainer:
         assert self.best is not None
         return (
             f"the run has ended early (--patience {self.recipe.length.patience}): "
-            f"{self.best.evaluations_since} evaluations in a row had no better score than "
+            f"{self.best.evaluations_since} consecutive evaluations had no better score than "
             f"{self.best.describe()}"
         )
 
     def _save(self) -> None:
-        """Write a checkpoint of everything that `_resume` needs."""
+        """Save a checkpoint with all values that `_resume` needs."""
         schedule, best = self.schedule, self.best
         self.engine.share_buffers()
         score = None
@@ -524,15 +528,15 @@ class Trainer:
         )
 
     def _resume(self) -> int:
-        """Load the last valid checkpoint. Return the number of samples trained on so far.
+        """Load the last valid checkpoint. Return the number of samples that the run has processed.
 
-        The number of ranks and the layout may differ from those of the checkpoint.
+        The checkpoint may have been saved with another number of ranks and another layout.
         """
         recipe = self.recipe
         if not self.checkpoints.steps():
-            self.notes.append("there is no checkpoint yet: the run starts from the beginning")
+            self.notes.append("there is no checkpoint yet, so the run starts from the beginning")
             return 0
-        # Options of the optimizer, such as weight decay, come from the recipe and not from the
+        # Optimizer options, such as weight decay, are taken from the recipe and not from the
         # checkpoint.
         recipe_options = [
             {key: value for key, value in group.items() if key != "params"}
@@ -552,9 +556,12 @@ class Trainer:
             self.notes.append("PowerSGD's error feedback is not saved, so it starts from zero")
         if (reason := self._rng_mismatch(state)) is not None:
             self.engine.seed_rng(recipe.length.seed, self.step)
-            self.notes.append(f"{reason}: the random number generators get new seeds")
+            self.notes.append(f"{reason}, so the random number generators get new seeds")
         if self.best is not None and not self.best.load_state_dict(state.get("best")):
-            self.notes.append(f"--keep-best {recipe.length.keep_best}: no earlier score is known")
+            self.notes.append(
+                f"--keep-best {recipe.length.keep_best}: the checkpoint has no such score, so "
+                "earlier scores are ignored"
+            )
         self._evaluation_missed = recipe.length.evaluate and state.get("evaluation_missed", False)
         self.loader.load_state_dict(state["data"])
         if state["global_batch"] != self.schedule.global_batch:
@@ -568,24 +575,24 @@ class Trainer:
         return int(state["samples"])
 
     def _rng_mismatch(self, state: dict[str, Any]) -> str | None:
-        """Return why the saved state of the generators cannot be used, or None if it can."""
+        """Return why the saved random number generators cannot be restored, or None if they can."""
         layout = self.schedule.layout
         if state["layout"] != str(layout):
             return f"the checkpoint was saved in layout {state['layout']}"
-        # Ranks of some axes draw the same random numbers. For example, --no-sequence-parallel
-        # changes this set of axes.
+        # Along the axes in `saved_axes`, ranks draw different random numbers. Flags such as
+        # --no-sequence-parallel change this set of axes.
         saved_axes = state.get("noise", ("dp", "shard"))
         changed = {*saved_axes} ^ {*rng_axes(self.engine.splits_sequence)}
         axes = [axis for axis in changed if layout.axes[axis] > 1]
         return (
-            f"in the saved run, the ranks along {axes[0]} shared random numbers differently"
+            f"in the saved run, ranks along {axes[0]} shared random numbers in another way"
             if axes
             else None
         )
 
     def _summary(self, loss: float) -> dict[str, Any]:
         world, device, score = self.world, self.world.device, self.score
-        # Peak memory of every rank in bytes, since its process began.
+        # Peak memory in bytes of each rank since the start of its process.
         on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         peaks = gather_json([peak_bytes(), on_device, self.memory.summary()])
         return {

@@ -9,7 +9,7 @@ from torch import Tensor
 from tutti import comm
 from tutti.data.dataset import as_samples
 from tutti.data.loader import Loader
-from tutti.train.same_data import check_same_samples
+from tutti.train.init import check_same_samples
 from tutti.world.world import World
 
 

@@ -2,11 +2,11 @@
 
 The process that starts the ranks calls `check_recipe` first, so a recipe that cannot work is
 refused before a rank exists. Every rank also calls `check_recipe`, because torchrun starts ranks
-without this check.
+without this check. Functions import the checks of optional features, such as LoRA, when they need
+them.
 """
 
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -26,23 +26,12 @@ from tutti.data.dataset_files import (
     check_files,
     dataset_kind,
     dataset_path,
-    has_tokenizer,
 )
-from tutti.models.config import GPTConfig, LeNetConfig, OwnModelConfig, WideResNetConfig
-from tutti.models.lora_layers import (
-    ALL_LINEAR,
-    LoraOptions,
-    check_adapter_files,
-    check_peft,
-    check_target_names,
-    is_adapter_folder,
-    read_adapter,
-)
-from tutti.models.pretrained import (
-    ModelError,
-    check_source,
-    read_folder,
-    saved_tensors,
+from tutti.models.config import (
+    GPTConfig,
+    LeNetConfig,
+    OwnModelConfig,
+    WideResNetConfig,
     split_source,
 )
 from tutti.parallel.layout import (
@@ -56,9 +45,8 @@ from tutti.parallel.layout import (
     flag_of,
     leave_out,
 )
-from tutti.train.best_score import parse_keep_best
-from tutti.train.recipe import RECIPES, Architecture, Recipe, read_recipe
-from tutti.train.training_schedule import check_numbers, make_schedule
+from tutti.train.recipe import RECIPES, Architecture, Recipe
+from tutti.train.training_schedule import TrainingSchedule, check_numbers, make_schedule
 from tutti.world.errors import UsageError, did_you_mean
 
 _BYTE_DATASETS = ("stdlib", "text", "jsonl", "parquet")  # read as bytes by the model gpt
@@ -83,11 +71,16 @@ MANY_SAMPLES = 1 << 40
 def check_recipe(recipe: Recipe, ranks: int, device: str) -> None:
     """Raise UsageError if the recipe cannot run on `ranks` ranks; device: cpu or cuda."""
     schedule = make_schedule(recipe, ranks, MANY_SAMPLES)  # checks numbers, layout and batch
-    _check_cuda_graph(recipe, ranks, device)
+    check_cuda_graph(recipe, ranks, device)
     check_model_and_data(recipe, schedule.layout, schedule.rank_batch, device)
+    check_dataset_sizes(recipe)
+    check_techniques_of(recipe, schedule)
+
+
+def check_techniques_of(recipe: Recipe, schedule: TrainingSchedule) -> None:
+    """Raise UsageError if loss, optimizer, engine or model do not fit the layout of a schedule."""
     _check_task(recipe, schedule.layout)
     _check_optimizer(recipe, schedule.layout)
-    check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
     check_engine(recipe.engine, schedule.layout)
     _check_layout(recipe, schedule.layout, schedule.accumulation)
 
@@ -126,6 +119,11 @@ def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
             if name == "max_seq_len":
                 cure = f"Use --seq-len {value}, or --max-seq-len {size} or more"
             raise UsageError(f"{flag} {value} has no effect: dataset {dataset} has {size}. {cure}.")
+
+
+def check_dataset_sizes(recipe: Recipe) -> None:
+    """Make `check_sizes` with the sizes that are known from the dataset's name."""
+    check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
 
 
 def check_flags_have_effect(
@@ -191,7 +189,7 @@ def _built_in_value(architecture: Architecture, name: str) -> Any:
     return getattr(recipes[0].architecture, name, None)
 
 
-def _check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
+def check_cuda_graph(recipe: Recipe, ranks: int, device: str) -> None:
     """Raise UsageError if the step cannot be captured in a graph."""
     requirements = {
         "a CUDA device": device == "cuda",
@@ -220,14 +218,14 @@ def check_model(recipe: Recipe, *, weights: bool = True) -> None:
         raise UsageError(
             "--recipe hf needs a folder that save_pretrained wrote: add --model hf:FOLDER"
         )
-    try:
-        lora = _check_lora(recipe, weights)
-        _check_init_from(recipe, lora)
-    except ModelError as error:
-        raise UsageError(str(error)) from None
-    if source := split_source(model):
-        _check_hugging_face(recipe, *source, weights)
-    elif model not in RECIPES:
+    from_library = split_source(model) is not None
+    if from_library or recipe.lora is not None or recipe.init_from is not None:
+        from tutti.train.pretrained_check import check_pretrained
+
+        check_pretrained(recipe, weights)
+    if from_library:
+        return
+    if model not in RECIPES:
         check_function(model, "--model", tuple(RECIPES))
     elif type(RECIPES[model].architecture) is not type(recipe.architecture):
         raise UsageError(
@@ -243,107 +241,6 @@ def check_model(recipe: Recipe, *, weights: bool = True) -> None:
         raise UsageError(
             f"--model {model} needs images, but dataset {recipe.data.dataset} has text: use "
             "another --dataset"
-        )
-
-
-def _check_lora(recipe: Recipe, weights: bool) -> LoraOptions | None:
-    """Check the options of --lora, and its targets if the names of the layers are known."""
-    if recipe.lora is None:
-        return None
-    lora = LoraOptions.parse(recipe.lora)
-    check_peft("--lora")
-    layers: list[str] = []
-    if recipe.model == "gpt":
-        layers = ["wq", "wk", "wv", "wo", "gate", "up", "down", "head"]
-    elif recipe.model.startswith("hf:") and weights:
-        saved = read_folder(recipe.model.partition(":")[2]).tensors.values()
-        matrices = [each.key for each in saved if len(each.shape) == 2]
-        layers = [key.removesuffix(".weight") for key in matrices if key.endswith(".weight")]
-        layers.append("lm_head")  # not in the files if it is tied to the embedding
-    if layers and lora.targets != (ALL_LINEAR,):
-        # The full name of a layer may differ between the model and the files. So only the last part
-        # of a target is checked here, and the full name is checked when the model is built.
-        check_target_names([target.rpartition(".")[2] for target in lora.targets], layers)
-    return lora
-
-
-def _check_init_from(recipe: Recipe, lora: LoraOptions | None) -> None:
-    source = recipe.init_from
-    if source is None:
-        return
-    if not os.path.isdir(source):  # Path.is_dir raises OSError for a name that is too long
-        problem = "is a file" if os.path.isfile(source) else "does not exist"
-        raise UsageError(f"--init-from {source} {problem}: give a run directory or a folder")
-    saved: LoraOptions | None = None
-    if (source / "recipe.toml").is_file():
-        if not any((source / "checkpoints").glob("step-*")):
-            raise UsageError(f"--init-from {source} has no checkpoint: use a run with a checkpoint")
-        text = read_recipe(str(source / "recipe.toml")).lora
-        saved = None if text is None else LoraOptions.parse(text)
-        if saved is not None and lora is None:
-            raise UsageError(
-                f"--init-from {source} is a run with --lora {text}: add this --lora, or give the "
-                "folder that tutti export writes"
-            )
-    elif is_adapter_folder(source):
-        adapter = read_adapter(source, "--init-from")
-        saved = LoraOptions(adapter.rank, adapter.rank * adapter.scale)
-        if recipe.model in RECIPES:
-            raise UsageError(
-                f"--init-from {source} is an adapter without the weights of --model "
-                f"{recipe.model}: give the run in which it was trained"
-            )
-        if recipe.model.startswith("hf:"):
-            check_adapter_files(adapter, read_folder(recipe.model.partition(":")[2]))
-        if lora is None:
-            raise UsageError(
-                f"--init-from {source} is an adapter: add --lora rank={saved.rank},alpha="
-                f"{saved.alpha:g} with its targets"
-            )
-    else:
-        try:
-            saved_tensors(source)
-        except ModelError as error:
-            raise UsageError(f"--init-from: {error}") from None
-    if lora is not None and saved is not None:
-        for name in ("rank", "alpha"):
-            value, found = getattr(lora, name), getattr(saved, name)
-            # The alpha of an adapter folder is rank × scale, which is rounded.
-            if not math.isclose(value, found, rel_tol=1e-4):
-                raise UsageError(
-                    f"--init-from {source} has {name} {found:g}, but --lora has {name} {value:g}: "
-                    f"use {name}={found:g}"
-                )
-
-
-def _check_hugging_face(recipe: Recipe, source: str, name: str, weights: bool) -> None:
-    """Check the package and the folder of the model, and that config.json fits the dataset."""
-    try:
-        check_source(source, name, weights=weights)
-        folder = read_folder(name, weights=weights) if source == "hf" else None
-    except ModelError as error:
-        raise UsageError(str(error)) from None
-    if folder is None:
-        return
-    data, config = recipe.data, folder.path / "config.json"
-    kind = dataset_kind(data.dataset)
-    if kind in IMAGE_DATASETS:
-        raise UsageError(
-            f"--model {recipe.model} needs text, but dataset {data.dataset} has none: use "
-            "--dataset text:FILE"
-        )
-    if kind not in (*TEXT_DATASETS, "synthetic"):
-        return
-    if folder.max_seq_len is not None and data.seq_len > folder.max_seq_len:
-        raise UsageError(
-            f"--seq-len {data.seq_len} is longer than the model's {folder.max_seq_len} positions "
-            f"({config}): use --seq-len {folder.max_seq_len} or less"
-        )
-    bytes_only = kind == "stdlib" or (kind != "tokens" and not has_tokenizer(folder.path))
-    if bytes_only and folder.vocabulary is not None and folder.vocabulary < BYTE_VOCABULARY_SIZE:
-        raise UsageError(
-            f"--dataset {data.dataset} has {BYTE_VOCABULARY_SIZE} tokens, but the model has "
-            f"{folder.vocabulary} ({config}): use --dataset tokens"
         )
 
 
@@ -399,6 +296,8 @@ def _check_task(recipe: Recipe, layout: Layout) -> None:
         check_function(metric, "--metric", METRICS)
     length = recipe.length
     if length.keep_best is not None:
+        from tutti.train.best_score import parse_keep_best
+
         parse_keep_best(length.keep_best, metric_name(metric))
     elif length.patience is not None:
         raise UsageError(
@@ -572,7 +471,9 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
         check_techniques(schedule, recipe.compute.compile, recipe.compute.checkpoint_activations)
         check_microbatches(schedule, layout.pp, microbatches)
     if recipe.model.startswith("hf:"):
-        _check_hugging_face_layout(recipe, layout)
+        from tutti.train.pretrained_check import check_hugging_face_layout
+
+        check_hugging_face_layout(recipe, layout)
     if recipe.model not in RECIPES or (layout.tp == 1 and layout.pp == 1):
         return
     if not isinstance(config, GPTConfig):
@@ -595,22 +496,5 @@ def _check_layout(recipe: Recipe, layout: Layout, microbatches: int) -> None:
         if parallel.sequence_parallel and "max_seq_len" in sizes:
             check_sequence(layout.tp, recipe.data.seq_len)
     if layout.pp > 1:
-        layers = config.layers + 3  # embedding, final norm and head count as layers of a stage
-        check_stages(layers, layout.pp, parallel.virtual_stages)
-
-
-def _check_hugging_face_layout(recipe: Recipe, layout: Layout) -> None:
-    """Check the numbers of heads and layers in config.json. The built model is checked later."""
-    folder = read_folder(recipe.model.partition(":")[2], weights=False)
-    config, file = folder.config, folder.path / "config.json"
-    for names, unit in (
-        (("num_attention_heads", "n_head"), "attention heads"),
-        (("num_key_value_heads",), "key and value heads"),
-    ):
-        for name in names:
-            if layout.tp > 1 and isinstance(config.get(name), int):
-                check_divides(layout.tp, config[name], f"{unit} ({name} in {file})")
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    if layout.pp > 1 and isinstance(layers, int):
-        # Besides the layers, there are two parts: the embedding, and the final norm with the head.
-        check_stages(layers + 2, layout.pp, recipe.parallel.virtual_stages)
+        counted = f"--layers {config.layers}, the embedding, the final norm and the head"
+        check_stages(config.layers + 3, layout.pp, parallel.virtual_stages, counted)

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.machine.environment import describe_environment
 from tutti.measure.files import check_output_folder, write_atomically
-from tutti.models.config import GPTConfig
-from tutti.models.pretrained import copy_side_files, split_source
+from tutti.models.config import GPTConfig, ModelError, split_source
+from tutti.models.lora_layers import check_peft
 from tutti.train.recipe import Recipe, read_recipe
 from tutti.world.errors import UsageError
 
@@ -72,6 +72,8 @@ class RunDirectory:
         """Copy the configuration and tokenizer of --model hf:FOLDER, for export and prediction."""
         source = split_source(model)
         if source and source[0] == "hf" and Path(source[1]).resolve() != self.model.resolve():
+            from tutti.models.pretrained import copy_side_files
+
             try:
                 copy_side_files(Path(source[1]), self.model)
             except OSError as error:
@@ -178,6 +180,43 @@ def read_trained_run(path: Path, checkpoint: str) -> Recipe:
     if recipe.model.startswith("hf:") and (path / "model").is_dir():
         recipe = replace(recipe, model=f"hf:{path / 'model'}")  # the original folder may have moved
     return recipe
+
+
+Format = Literal["safetensors", "hf", "state_dict", "adapter"]
+
+
+def check_export(
+    run: Path, checkpoint: str, to: Path, kind: Format | None, ema: bool | None
+) -> tuple[Recipe, Format]:
+    """Check the flags of tutti export. Return the recipe of the run, and the format to write."""
+    if not (run / "recipe.toml").is_file():
+        problem = "has no recipe.toml" if run.is_dir() else "is not a directory"
+        raise UsageError(f"--run {run} {problem}. Use the --out directory of tutti train.")
+    recipe = read_recipe(str(run / "recipe.toml"))
+    checkpoint_step(run, checkpoint)
+    if ema and recipe.optimization.ema is None:
+        raise UsageError(f"--ema: {run} was trained without --ema. Omit --ema.")
+    is_hf = recipe.model.startswith("hf:")
+    default: Format = "hf" if is_hf else "safetensors"
+    if kind == "hf" and not is_hf:
+        raise UsageError(
+            f"--format hf needs a run of --model hf:FOLDER, but {run} has the model "
+            f"{recipe.model}. Use --format safetensors."
+        )
+    if kind == "adapter":
+        if recipe.lora is None:
+            raise UsageError(
+                f"--format adapter needs a run with --lora, but {run} trained the whole model. Use "
+                f"--format {default}."
+            )
+        try:
+            check_peft("--format adapter")
+        except ModelError as error:
+            raise UsageError(str(error)) from None
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        problem = "is not empty" if to.is_dir() else "is a file"
+        raise UsageError(f"--to {to} {problem}. Choose a new directory.")
+    return recipe, kind or default
 
 
 def check_generates_text(recipe: Recipe, path: Path) -> None:

@@ -11,7 +11,7 @@ from time import strftime
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.machine.gpus import visible_gpu_count
-from tutti.models.pretrained import model_name
+from tutti.models.config import model_name
 from tutti.parallel.layout import Layout
 from tutti.train.recipe import (
     RECIPES,
@@ -25,9 +25,7 @@ from tutti.train.recipe import (
 from tutti.train.recipe_check import check_flags_have_effect, check_recipe
 from tutti.train.run_directory import RunDirectory, check_wandb, csv_of
 from tutti.world.errors import TIMEOUT, OutOfMemory, UsageError
-from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
-from tutti.world.spawn import spawn
 
 if TYPE_CHECKING:
     from tutti.train.loop import Outcome, Trainer
@@ -96,6 +94,9 @@ def train(
     if ranks is None and layout is not None and ("layout" in values or in_file is None):
         ranks = Layout.parse(layout).size
     ranks = (in_file or 1) if ranks is None else ranks
+    from tutti.world.launch import LocalWorld
+    from tutti.world.spawn import spawn
+
     LocalWorld([], ranks, device, ranks_per_gpu).check()
     on_gpu = device == "cuda" or (device == "auto" and visible_gpu_count() > 0)
     check_recipe(settings, ranks, "cuda" if on_gpu else "cpu")

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO
+from typing import IO, Any, Literal, Protocol, TextIO
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota, read_limits
 from tutti.machine.gpus import visible_gpu_count
@@ -39,6 +39,22 @@ _FILES_PER_RANK = 6
 _OWN_FILES = 64  # file descriptors for everything else in this process
 
 
+class Observer(Protocol):
+    """Follows the ranks of a LocalWorld while they run, for example to explain a hang."""
+
+    def begin(self, job: str) -> dict[str, str]:
+        """Called before the ranks start. Returns environment variables for the ranks."""
+
+    def tick(self) -> None:
+        """Called about once a second while the ranks run."""
+
+    def failed(self) -> None:
+        """Called when the first rank has failed, before the other ranks are stopped."""
+
+    def end(self, code: int) -> None:
+        """Called when all ranks have ended and their failure was reported."""
+
+
 @dataclass(frozen=True)
 class LocalWorld:
     """A command to run as local ranks. The help of `tutti run` explains the fields."""
@@ -54,6 +70,8 @@ class LocalWorld:
     grace: float = 5.0
     reported_codes: Sequence[int] = (2,)
     """Exit codes after which rank 0 has printed the reason, and all ranks end without a signal."""
+
+    observer: Observer | None = None
 
     def check(self) -> None:
         """Raise UsageError for settings that cannot work, before any process is started."""
@@ -75,7 +93,10 @@ class LocalWorld:
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended. Return 0 or the exit code of the first failed rank."""
-        return self.supervise(env).exit_code()
+        code = self.supervise(env).exit_code()
+        if self.observer is not None:
+            self.observer.end(code)
+        return code
 
     def supervise(self, env: Mapping[str, str] | None = None) -> "Supervisor":
         """Run until all ranks have ended. Return the supervisor, which has the exit codes."""
@@ -89,6 +110,8 @@ class LocalWorld:
                     "the speed of links between GPUs"
                 )
                 shared |= stack.enter_context(mps_daemon(scratch))
+            if self.observer is not None:
+                shared |= self.observer.begin(scratch.name)
             output = RankOutput(self.ranks, self.show, self.log_dir)
             stack.callback(output.close)
             supervisor = Supervisor(self, self._environments(shared, scratch), output)
@@ -160,6 +183,7 @@ _FAILED_GRACE_SECONDS = 5.0
 # Time to read the output pipes after all ranks have ended. Child processes of the ranks may keep
 # the pipes open for longer.
 _DRAIN_SECONDS = 0.5
+_TICK_SECONDS = 1.0  # between two calls of the observer
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -236,6 +260,7 @@ class Supervisor:
         self.stopped_by: signal.Signals | None = None
         # Signals to send to all ranks at a later time: (value of time.monotonic(), signal).
         self._scheduled: list[tuple[float, int]] = []
+        self._next_tick = float("inf") if world.observer is None else 0.0
 
     def run(self) -> None:
         """Run until all ranks have ended."""
@@ -288,7 +313,10 @@ class Supervisor:
                 drain_until = now + _DRAIN_SECONDS
             if now > drain_until:
                 return  # child processes of ended ranks still keep the pipes open
-            wake = min([drain_until, *(when for when, _ in self._scheduled[:1])])
+            if self._world.observer is not None and now >= self._next_tick:
+                self._next_tick = now + _TICK_SECONDS
+                self._world.observer.tick()
+            wake = min([drain_until, self._next_tick, *(when for when, _ in self._scheduled[:1])])
             timeout = None if wake == float("inf") else max(0.0, wake - now)
             for key, _ in self._selector.select(timeout):
                 if isinstance(key.data, _Rank):
@@ -311,6 +339,8 @@ class Supervisor:
             self._ended_before.append(rank.number)
         if rank.code != 0 and self._first_to_fail is None and self.stopped_by is None:
             self._first_to_fail = rank
+            if self._world.observer is not None:
+                self._world.observer.failed()
             reported = rank.code in self._world.reported_codes
             settle = _REPORTED_SECONDS if reported else _SETTLE_SECONDS
             self._stop_all(signal.SIGTERM, after=settle, grace=_FAILED_GRACE_SECONDS)

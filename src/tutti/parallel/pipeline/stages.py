@@ -1,13 +1,12 @@
-"""Stages of a pipeline: the layers of a model, the cost of each layer, and the cuts between stages.
+"""Cuts a model into pipeline stages: the layers, the cost of each layer, and the cuts.
 
 Three kinds of models can be cut:
 
 - `nn.Sequential`: every child is a layer;
-- a module with `cuttable = True`: its forward runs its children in the order of their definition,
-  and also works if children are None or entries of ModuleDicts are missing. The layers are the
-  children with parameters and the entries of ModuleDicts. Every stage keeps children without
-  parameters;
-- any other model with repeated blocks, such as a model of transformers (see block_units.py).
+- a module with `cuttable = True`: its forward runs its children in definition order, and also works
+  if children are None or entries of ModuleDicts are missing. The layers are the children with
+  parameters and the entries of ModuleDicts. Every stage keeps the children without parameters;
+- any other model with repeated blocks, such as a Hugging Face model (see block_units.py).
 
 A stage is the whole model without the layers of other stages. Therefore layers and parameters have
 the same names in a stage, in the whole model and in checkpoints.
@@ -45,7 +44,7 @@ from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 
-_BACKWARD_FLOPS = 2  # FLOPs of backward (gradients of inputs and weights) / FLOPs of forward
+_BACKWARD_FLOPS = 2  # (FLOPs of backward) / (FLOPs of forward): gradients of inputs and of weights
 _REPEATS = 5
 
 
@@ -54,8 +53,9 @@ class Stages:
     """The stages of this rank, and the layers and tied parameters of all stages."""
 
     modules: dict[int, nn.Module]
-    """The modules of this rank's stages, keyed by stage index. If the rank has one stage, the
-    stage is the model itself. If it has several stages, each is a view of some layers."""
+    """The modules of this rank's stages, keyed by stage index. If the rank has one stage, this
+    stage is the model itself. If the rank has several stages, each stage is a view of some of the
+    model's layers."""
     layers: list[list[str]]
     """The layer names of every stage of the pipeline."""
     ties: list[Tie]
@@ -70,7 +70,7 @@ def cut_model(
     microbatch_size: int,
     weights: Weights | None = None,
 ) -> Stages:
-    """Cut the whole model into stages and remove the layers of other ranks, in place."""
+    """Cut the whole model into stages, and remove the layers of other ranks, in place."""
     pp, per_rank = mesh.layout.pp, options.virtual_stages
     names = plan_stages(model, pp, options, example, weights, mesh.world.device)
     held = stages_of(options.pipeline_schedule, mesh.rank("pp"), pp, per_rank)
@@ -95,7 +95,7 @@ def plan_stages(
     if not (_is_sequential(model) or getattr(model, "cuttable", False)):
         set_units(model, find_units(_on_meta(model), example))
     units = layer_units(model)
-    check_stages(len(units), pp, options.virtual_stages)
+    check_stages(len(units), pp, options.virtual_stages, "consecutive parts with parameters")
     stages = pp * options.virtual_stages
     if options.balance == "even":
         cuts = cut_evenly(len(units), stages)
@@ -127,7 +127,7 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def layer_units(model: nn.Module) -> list[list[str]]:
-    """Return groups of consecutive layers. Each group has parameters and stays in one stage."""
+    """Return units of consecutive layers. Each unit has parameters and is never cut."""
     if found := units_of(model):
         return found.names
     units: list[list[str]] = [[]]
@@ -157,10 +157,10 @@ def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Return a second module with some of the model's layers; both modules share these layers."""
+    """Return a second module with some of the model's layers. Both modules share these layers."""
     view = _shallow_copy(model)
     copied = {"": view}
-    # Copy the modules that contain layers, because these modules have fewer layers in the view.
+    # The modules that contain layers are copied, because they have fewer layers in the view.
     for layer in layer_names(model):
         path, _, _ = layer.rpartition(".")
         for name in accumulate(path.split("."), "{}.{}".format) if path else ():
@@ -172,7 +172,7 @@ def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a copy with the same children and parameters, but with its own dicts and hooks."""
+    """Return a copy that shares children and parameters, but has its own dicts and hooks."""
     result = copy.copy(module)
     for key, value in vars(result).items():
         if isinstance(value, dict | set):
@@ -189,10 +189,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers into contiguous, non-empty parts. The most expensive part is as cheap as possible.
+    """Cut layers into contiguous, non-empty parts. Minimize the cost of the most expensive part.
 
-    A pipeline is as fast as its slowest stage, because the other stages wait for it. Among equally
-    good cuts, the cut with the smallest sum of squared costs is chosen.
+    The slowest stage determines the speed of a pipeline, because the other stages wait for it.
+    Among equally good cuts, the cut with the smallest sum of squared costs is chosen.
     """
     check_stages(len(costs), stages, 1)
     sums = list(accumulate(costs, initial=0.0))
@@ -210,8 +210,8 @@ def _best_cut(
 ) -> tuple[float, list[int]]:
     """Return (value, ends) of the cut with the smallest value, by dynamic programming.
 
-    Layers `start` to `end` cost sums[end] - sums[start]. `join` combines the value of a cut with
-    the cost of one more part. `ends` contains the end of each part.
+    The layers from `start` to `end` - 1 cost sums[end] - sums[start]. `join` combines the value of
+    a cut with the cost of one more part. `ends` contains the end of each part.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # key: number of layers in the cut
     for stage in range(1, stages + 1):
@@ -228,7 +228,7 @@ def _best_cut(
 
 
 def cut_evenly(count: int, stages: int) -> list[range]:
-    """Cut layers into parts whose sizes differ by at most one layer. No part exceeds the first."""
+    """Cut layers into parts whose sizes differ by at most one. No part is larger than the first."""
     check_stages(count, stages, 1)
     ends = [-(-count * (stage + 1) // stages) for stage in range(stages)]
     return [range(start, end) for start, end in pairwise([0, *ends])]
@@ -236,10 +236,10 @@ def cut_evenly(count: int, stages: int) -> list[range]:
 
 @torch.no_grad()
 def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> list[float]:
-    """Return the FLOPs of forward and backward of each unit of layers, on inputs like the example.
+    """Return the forward and backward FLOPs of each unit, for inputs like the example.
 
-    Only matrix products are counted, on the meta device. Operations that are limited by memory
-    bandwidth (norms, activation functions, the look-up of an embedding) count as 0.
+    The model runs on the meta device, and only matrix products are counted. Operations that are
+    limited by memory bandwidth (norms, activation functions, embedding look-ups) count as 0.
     """
     meta_model = _on_meta(model)
     for norm in meta_model.modules():
@@ -249,7 +249,7 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> 
     counted: dict[object, tuple[float, Tensor]] = {}
     costs = []
     for names in units:
-        # The blocks of a transformer are equal, so the FLOPs of only one block are counted.
+        # The blocks of a transformer are equal, so only one block runs.
         layers = dict(meta_model.named_modules())
         modules = [layers[name] for name in names if name in layers]
         shapes = [[parameter.shape for parameter in module.parameters()] for module in modules]
@@ -263,7 +263,7 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: Tensor) -> 
                     output = layer_view(meta_model, names)(x)
             except (RuntimeError, NotImplementedError) as error:
                 raise UsageError(
-                    f"--balance counted cannot count the FLOPs of {names[0]} without running it "
+                    f"--balance counted cannot count the FLOPs of {names[0]} on the meta device "
                     f"({error}): use --balance measured or --balance even"
                 ) from error
             counted[kind] = float((1 + _BACKWARD_FLOPS) * counter.get_total_flops()), output
@@ -279,10 +279,10 @@ def measured_seconds(
     weights: Weights | None = None,
     device: torch.device | None = None,
 ) -> list[float]:
-    """Return the seconds of forward and backward of each unit of layers.
+    """Return the forward and backward seconds of each unit.
 
     Memory is allocated for one unit at a time. All ranks use the times of rank 0, because all ranks
-    must cut at the same places.
+    must make the same cuts.
     """
     # Batch norms in training need at least two samples.
     x = torch.cat([example, example]) if len(example) == 1 else example
@@ -320,7 +320,8 @@ def _on_meta(model: nn.Module, buffers: bool = True) -> nn.Module:
                 memo[id(value)] = value
     result: nn.Module = copy.deepcopy(model, memo)
     if buffers and hasattr(result, "set_experts_implementation"):
-        # The default implementation of experts, a grouped matrix product, needs bfloat16 on meta.
+        # The default implementation of experts (a grouped matrix product) works on meta only in
+        # bfloat16.
         result.set_experts_implementation("batched_mm")  # type: ignore[operator]
     return result
 
@@ -336,14 +337,16 @@ class Padding:
     """Excludes padded samples from the statistics of this rank's norms.
 
     All microbatches of a schedule must have the same size, so the last microbatches of an epoch are
-    padded with copies of a sample. The copies have no effect in most layers. A norm that computes
-    statistics over samples gets only the real samples, and its output is padded with zeros.
+    padded with copies of a sample. In most layers, the copies do not affect the real samples. A
+    norm that computes statistics over samples gets only the real samples, and its output is padded
+    with zeros.
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
         """`size` is the number of samples in every microbatch, including padded samples."""
         self.size = size
-        # This rank's number of real samples in each microbatch; None if no rank has real samples.
+        # The number of real samples of this rank in each microbatch. None: no rank has real
+        # samples.
         self._real: list[int | None] = []
         self._current: int | None = size  # the entry of `_real` for the current microbatch
         for name, norm in model.named_modules():
@@ -351,12 +354,12 @@ class Padding:
                 norm.forward = partial(self._forward, norm, name, norm.forward)
 
     def begin_step(self, real: Sequence[int], microbatches: int) -> None:
-        """Set the real samples per microbatch. Microbatches beyond `real` are empty everywhere."""
+        """Set the real samples per microbatch. Later microbatches have none on any rank."""
         self._real = [*real, *[None] * (microbatches - len(real))]
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Context for forward and backward of a microbatch; backward may recompute forward."""
+        """Context of a microbatch's forward and backward, which may recompute forward."""
         previous, self._current = self._current, self._real[number]
         try:
             yield
@@ -370,14 +373,14 @@ class Padding:
             rows_per_sample, rest = divmod(len(input), self.size)
             if rest:
                 raise UsageError(
-                    f"layer {name} gets {len(input)} rows for {self.size} samples, of which "
-                    f"{self._current} are real. The number of rows must be a multiple of the "
-                    "number of samples. Change the layer, or use --drop-last."
+                    f"layer {name} gets {len(input)} rows for {self.size} samples "
+                    f"({self._current} real samples and padding). The number of rows must be a "
+                    "multiple of the number of samples. Change the layer, or use --drop-last."
                 )
             y: Tensor = forward(input[: self._current * rows_per_sample])
             return torch.cat([y, y.new_zeros(len(input) - len(y), *y.shape[1:])])
-        # Without real samples, running statistics must not change. If other ranks have samples, a
-        # JointBatchNorm still takes part in their collectives.
+        # This rank has no real samples, so running statistics must not change. If other ranks have
+        # samples, a JointBatchNorm still takes part in their collectives.
         joint = isinstance(norm, JointBatchNorm) and self._current == 0
         attribute, value = ("without_samples", True) if joint else ("training", False)
         setattr(norm, attribute, value)

@@ -21,24 +21,23 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tutti.measure.units import format_bytes
+from tutti.models.config import ModelError
 from tutti.models.lora_layers import (
     ADAPTER_WEIGHTS,
     MATRICES,
     LoraOptions,
-    check_peft,
     is_transposed_linear,
     peft_config,
     saved_name,
 )
 from tutti.models.pretrained import (
-    ModelError,
     build_causal_lm,
     copy_side_files,
     read_folder,
@@ -49,11 +48,9 @@ from tutti.parallel.materialize import build_with_buffers, read_shards
 from tutti.train.checkpoint import format as checkpoint_format
 from tutti.train.checkpoint.format import DTYPE_NAMES, DTYPES, Index
 from tutti.train.checkpoint.load import chunks_of, verify
-from tutti.train.recipe import Recipe, read_recipe
-from tutti.train.run_directory import checkpoint_step
+from tutti.train.run_directory import Format, check_export, checkpoint_step
 from tutti.world.errors import UsageError
 
-Format = Literal["safetensors", "hf", "state_dict", "adapter"]
 _MAX_FILE_BYTES = 5_000_000_000
 _PREFIX = "model."  # begins the name of every model tensor in a checkpoint
 _EMA_PREFIX = "ema."  # begins the name of the moving average of a parameter
@@ -80,11 +77,8 @@ class Export:
         self, run: Path, checkpoint: str, to: Path, kind: Format | None, ema: bool | None = None
     ) -> None:
         """`checkpoint` and `ema` are the flags of tutti export."""
-        if not (run / "recipe.toml").is_file():
-            problem = "has no recipe.toml" if run.is_dir() else "does not exist"
-            raise UsageError(f"--run {run} {problem}. Use the --out directory of tutti train.")
         self.run, self.to = run, to
-        self.recipe: Recipe = read_recipe(str(run / "recipe.toml"))
+        self.recipe, self.kind = check_export(run, checkpoint, to, kind, ema)
         step = checkpoint_step(run, checkpoint)
         self.path, self.index = _complete_checkpoint(run / "checkpoints", step)
         averages = {name for name in self.index["tensors"] if name.startswith(_EMA_PREFIX)}
@@ -92,23 +86,7 @@ class Export:
             raise UsageError(f"--ema: {run} was trained without --ema. Omit --ema.")
         self.ema = bool(averages) if ema is None else ema
         is_hf = self.recipe.model.startswith("hf:")
-        self.kind: Format = kind or ("hf" if is_hf else "safetensors")
-        if self.kind == "hf" and not is_hf:
-            raise UsageError(
-                f"--format hf needs a run of --model hf:FOLDER, but {run} has the model "
-                f"{self.recipe.model}. Use --format safetensors."
-            )
         self.lora = None if self.recipe.lora is None else LoraOptions.parse(self.recipe.lora)
-        if self.kind == "adapter" and self.lora is None:
-            raise UsageError(
-                f"--format adapter needs a run with --lora, but {run} trained the whole model. Use "
-                f"--format {'hf' if is_hf else 'safetensors'}."
-            )
-        if self.kind == "adapter":
-            try:
-                check_peft("--format adapter")
-            except ModelError as error:
-                raise UsageError(str(error)) from None
         self.side_files = run / "model"
         if is_hf and not self.side_files.is_dir():
             self.side_files = Path(self.recipe.model.partition(":")[2])
@@ -153,7 +131,7 @@ class Export:
                 name, torch.empty(shape, dtype=dtype, device="meta")
             )
         ]
-        self._check_target()
+        self._check_free_space()
 
     @property
     def nbytes(self) -> int:
@@ -194,14 +172,9 @@ class Export:
             return [(name, tensor)]
         return [*self._convert(name, tensor).items()]
 
-    def _check_target(self) -> None:
+    def _check_free_space(self) -> None:
         to = self.to
-        if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            problem = "is not empty" if to.is_dir() else "is a file"
-            raise UsageError(f"--to {to} {problem}. Choose a new directory.")
         existing = next(p for p in (to, *to.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError(f"--to {to}: {existing} cannot be written. Choose another directory.")
         # A state_dict needs a second copy of the weights on the disk while it is written.
         needed = self.nbytes * (2 if self.kind == "state_dict" else 1)
         free = shutil.disk_usage(existing).free
