@@ -48,15 +48,16 @@ class Collectives(bench.ExpectFlags):
     ] = "float32"
     """Type of the elements."""
     placement: Literal["native", "in", "out", "both"] = "native"
-    """`in`: in place. `out`: out of place. `native`: the form that torch.distributed has for the
-    operation."""
+    """`in`: the result overwrites the input. `out`: the result is in another tensor. `native`: as
+    in torch.distributed, where all_reduce, reduce and broadcast are in place and the other
+    operations are out of place."""
     timing: Literal["back-to-back", "isolated", "both"] = "back-to-back"
     """`back-to-back`: consecutive calls without a pause, as in nccl-tests. `isolated`: a barrier
     before each call."""
     group: int = 1
-    """If this is above 1, also measure this number of calls in one tutti.comm.group(), for each
-    torch.distributed backend. The time is per call, and the ratio is relative to single calls of
-    the same backend."""
+    """Number of calls in one tutti.comm.group(). If the number is above 1, single calls and groups
+    of calls are both measured, for each torch.distributed backend. The rows of groups have the time
+    per call, and their ratio is relative to single calls of the same backend."""
     spread: bool = False
     """Also print min, p99 and cv (standard deviation / mean), as nccl-tests -I does. The files of
     --json and --csv always contain these values."""

@@ -151,7 +151,7 @@ def _print_end(runs: "PairedRuns", wrong: int) -> None:
     measured = [row for row in runs.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
     if measured:
-        print_note(f"{faster} of {len(measured)} pairs are faster by more than the spread")
+        print_note(f"faster than the baseline by more than the spread: {faster} of {len(measured)}")
     if wrong:
         print_note(f"results of {wrong} pairs differ: FAILED")
     if runs.stopped:

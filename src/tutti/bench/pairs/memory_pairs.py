@@ -1,4 +1,4 @@
-"""Built-in pairs about memory: pinned memory, unified memory and NUMA placement.
+"""Compares memory techniques with their baselines: pinned memory, unified memory, NUMA placement.
 
 Unified memory (cudaMallocManaged) has the same address on the CPU and on the GPU. Each page
 migrates in a page fault at its first access, unless it is prefetched. Explicit copies to and from

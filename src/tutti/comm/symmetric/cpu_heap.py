@@ -26,8 +26,8 @@ from tutti.comm.symmetric.heap_rendezvous import HeapRendezvous, Timeout, lost_p
 from tutti.comm.symmetric.symmetric_tensor import CHANNELS
 from tutti.world.errors import UsageError
 
-# Offsets in the control page, in bytes. The first cache line holds the token of _open_segments.
-# Words with different readers are on different cache lines.
+# Offsets in the control page, in bytes. The first cache line holds the random token that
+# _open_segments compares. Words with different readers are on different cache lines.
 _PAGE = 4096
 _LINE = 64
 _TEXT = 512  # size in bytes of a text that ranks exchange
@@ -244,7 +244,8 @@ class CpuMemory:
         is_alive = self._core.tutti_segment_owner_lives
         dead = [peer for peer in ranks if not is_alive(self._segments[peer])]
         left = [peer for peer in ranks if self.load(self._pages[peer] + _LEFT)]
-        # Report dead ranks first, because another rank may have left only after a rank died.
+        # Report dead ranks first. If a rank dies, other ranks raise an error and then leave the
+        # heap, so the dead rank is the cause.
         for peer in dead:
             if peer not in left:
                 return lost_peer(native.PeerDied, peer, waiting_for)

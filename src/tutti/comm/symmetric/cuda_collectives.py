@@ -158,7 +158,10 @@ class CudaCollectives:
         self._barrier()
 
     def _ring(self, tensor: torch.Tensor, offset: int, op: str) -> None:
-        """Run the steps of CpuCollectives._ring with a barrier after each step (a baseline)."""
+        """Run the steps of CpuCollectives._ring with a barrier after each step.
+
+        On the GPUs of one host, this algorithm is only a baseline for comparison.
+        """
         size, rank = self._memory.size, self._memory.rank
         ends = rank_parts(tensor.numel(), size, tensor.itemsize)
         self._barrier()

@@ -222,7 +222,7 @@ class Heap:
             return
         self.closed = True
         memory = self.memory
-        reason = "this heap is closed: create another heap, or close this heap later"
+        reason = "this heap is closed: create another heap, or close this heap after its last use"
         self.memory = cast("HeapMemory", Released(reason))
         for target in self._objects.values():
             target.release(reason)
