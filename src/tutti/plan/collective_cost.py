@@ -4,14 +4,15 @@ NCCL chooses the algorithm and the protocol with the shortest predicted time:
 
     seconds = latency + bytes / algbw
 
-The constants are in collective_cost.toml. algbw = message size / transfer time. With n ranks on N
-nodes, a ring all-reduce has 2 (n − 1) steps, and a ring all-gather or reduce-scatter has n − 1
+The constants are in collective_cost.toml. algbw = message size / transfer time. `hop` is the
+latency of one message inside a node, and `network hop` of one message between nodes. With n ranks
+on N nodes, a ring all-reduce has 2 (n − 1) steps, and a ring all-gather or reduce-scatter has n − 1
 steps.
 
     ring        latency = base + steps inside nodes × hop + steps between nodes × network hop
                 algbw   = bus bandwidth × n / steps
     tree        latency = base + 2 ((ranks per node − 1) × hop + log2(N) × network hop)
-                algbw   = 0.85 × 0.5 × 0.92 × bus bandwidth, limited for each channel
+                algbw   = 0.85 × 0.5 × 0.92 × bus bandwidth, at most the sum over NCCL's channels
     NVLS        latency = base + 25 µs (+ 2 log2(N) × network hop if N > 1)
 
 With NVLS, the NVLink switch computes the sums. The protocol LL has the lowest latency and reaches
@@ -182,7 +183,7 @@ class CollectiveCost:
                 bandwidth = min(bandwidth, channels * limits["ll128_channel"])
             bandwidth *= ranks / steps
         elif algorithm == "tree":
-            if not reduces_all or nodes == 1:  # in one node, a tree is a slow chain
+            if not reduces_all or nodes == 1:  # inside a node, NCCL's tree is a chain
                 return None
             latency = constants["base_latency"]["tree"][position]
             latency += 2 * (members - 1) * hops["tree"][position]

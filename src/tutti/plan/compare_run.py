@@ -95,7 +95,8 @@ def compare_run(
     recorded_run = read_run(run)
     recipe, layout, size = recorded_run.recipe, recorded_run.layout, recorded_run.layout.size
     cluster = cluster or recorded_run.cluster()
-    # The device cuda omits the check of this machine's memory, because nothing is trained here.
+    # With the device "cuda", `check_model_and_data` does not compare the sizes with the memory of
+    # this machine. The run may have been trained on a machine with more memory.
     check_model_and_data(recipe, layout, recorded_run.microbatch, "cuda", weights=False)
     from tutti.plan.device_operators import DeviceKind
     from tutti.plan.model_trace import ModelTracer  # imports torch

@@ -84,8 +84,9 @@ def check_planned(
                 f"but layout {layout} needs at least {layout.pp} microbatches: use --global-batch "
                 f"{layout.pp * layout.data_ranks}"
             )
-        # The search may choose any accumulation that divides the batch. Microbatches of one sample
-        # satisfy every schedule that this batch can satisfy.
+        # The search may choose any accumulation that divides the batch. Check the largest one,
+        # with one sample per microbatch: if it has too few microbatches for a pipeline schedule,
+        # all others have too few as well.
         batching = replace(batching, accumulation=per_rank)
     tried = replace(recipe, batching=batching, parallel=parallel)
     schedule = make_schedule(tried, layout.size, MANY_SAMPLES)

@@ -67,7 +67,10 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The peak memory of all ranks with one pipeline rank, in bytes, by cause."""
+    """The peak memory of a rank, in bytes, by cause.
+
+    The estimate is valid for every rank with this pipeline rank.
+    """
 
     pipeline_rank: int
     parameters: int
@@ -105,7 +108,10 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class _Moment:
-    """A point of the step that may be the peak. All values are bytes besides the static memory."""
+    """A point of the step at which memory may be largest.
+
+    The values are bytes in addition to the static memory (parameters, optimizer state, buffers).
+    """
 
     activations: float = 0.0
     gradients: float = 0.0

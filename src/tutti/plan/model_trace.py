@@ -112,8 +112,10 @@ class ModelTracer:
 
     @cached_property
     def template(self) -> tuple[nn.Module, Task, dict[str, list[str]]]:
-        """The model on meta, shortened by `shorten_model`; the task; the result of
-        `shorten_model`."""
+        """(Model on meta, task, result of `shorten_model`).
+
+        The model is already shortened.
+        """
         model = model_without_weights(self.recipe, self.dataset).train()
         for owner in model.modules():
             for name, buffer in owner._buffers.items():
@@ -513,7 +515,7 @@ class _Ledger(TorchDispatchMode):
             return NotImplemented  # so that the operators on the local tensors are recorded
         kwargs = kwargs or {}
         if func is _CONDITION and args[0].dtype == torch.bool:
-            return True  # like MetaConditions: assumes no padding and no packed samples
+            return True  # the model asks, for example, whether no sample is padded
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         fresh = False

@@ -23,7 +23,7 @@ from tutti.train.recipe_check import MANY_SAMPLES
 from tutti.train.training_schedule import make_schedule
 from tutti.world.errors import UsageError
 
-_KNEE = 1.6  # the smallest speed-up by twice the GPUs that is still efficient
+_KNEE = 1.6  # twice the GPUs are worthwhile if they give at least this speed-up
 
 
 def planning_dataset(recipe: Recipe, batch_shape: str | None = None) -> Dataset:

@@ -83,7 +83,10 @@ class Clock:
         return begin
 
     def send(self, name: str, seconds: float, ready: float) -> float:
-        """Communicate, not before the time `ready`. Return the end time. ∞ means after the pass."""
+        """Communicate, not before the time `ready`. Return the end time.
+
+        If `ready` is infinite, the communication starts after the pass, and infinity is returned.
+        """
         if ready == math.inf:
             self._deferred.append((name, seconds))
             return ready

@@ -50,7 +50,7 @@ Workloads = Callable[[int, int, bool], Workload]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a training job that the search does not change. It searches None values."""
+    """The settings of a training job. The search chooses the values of settings that are None."""
 
     global_batch: int
     optimizer: str = "adamw"
@@ -118,7 +118,7 @@ class Candidate:
         """Return the settings that differ from another candidate, as text."""
         mine, others = self.settings(), other.settings()
         names = [name for name in mine if mine[name] != others[name]]
-        if "layout" in names:  # the settings left out follow from the layout
+        if "layout" in names:  # the layout determines the other settings
             names = [n for n in names if n in ("layout", "recompute", "microbatch")]
         return [f"{name.replace('_', ' ')} {mine[name]}" for name in names]
 
