@@ -1,4 +1,4 @@
-"""The best score of a run: decides which checkpoint --keep-best keeps, and when --patience ends."""
+"""The best score of a run, for --keep-best (the checkpoint to keep) and --patience (early end)."""
 
 import math
 from dataclasses import dataclass

@@ -585,7 +585,7 @@ class Trainer:
         changed = {*saved_axes} ^ {*rng_axes(self.engine.splits_sequence)}
         axes = [axis for axis in changed if layout.axes[axis] > 1]
         return (
-            f"in the saved run, ranks along {axes[0]} shared random numbers in another way"
+            f"flags changed whether ranks along {axes[0]} draw the same random numbers"
             if axes
             else None
         )

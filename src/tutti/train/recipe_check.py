@@ -122,7 +122,7 @@ def check_sizes(recipe: Recipe, sizes: dict[str, int], dataset: str) -> None:
 
 
 def check_dataset_sizes(recipe: Recipe) -> None:
-    """Make `check_sizes` with the sizes that are known from the dataset's name."""
+    """Call `check_sizes` with the sizes that are known from the dataset's name."""
     check_sizes(recipe, _dataset_sizes(recipe), recipe.data.dataset)
 
 

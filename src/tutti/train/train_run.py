@@ -56,14 +56,16 @@ def train(
         summary["test_accuracy"], summary["out"]
 
     recipe: the name of a built-in recipe, a TOML file, or a `tutti.Recipe`. The default is the
-    recipe that `tutti train` takes for `model`, or with `resume` the recipe in `out`. `values` are
-    values of the recipe, named as the flags of `tutti train`: `layout="shard2"`, `batch=64`,
-    `model="package.module:function"`. ranks: by default the number that the layout needs.
+    recipe in `out` if `resume` is true, and otherwise the default recipe of `tutti train` for
+    `model`. `values` are values of the recipe, named as the flags of `tutti train`:
+    `layout="shard2"`, `batch=64`, `model="package.module:function"`. ranks: by default the number
+    that the layout needs.
 
     The function starts the ranks as new processes, and works from a script, a REPL and a notebook.
-    In a process that a launcher started (torchrun, srun, mpirun, `tutti run`), or with `world`, the
-    result of `tutti.init()`, this process trains as one of the ranks, and every rank returns the
-    summary. `device`, `ranks_per_gpu`, `show` and `timeout`: see `tutti.spawn`.
+    If a launcher (torchrun, srun, mpirun, `tutti run`) started this process, or if `world` is
+    given, no processes are started: this process trains as one of the ranks, and every rank returns
+    the summary. `world` is the result of `tutti.init()`. `device`, `ranks_per_gpu`, `show` and
+    `timeout` have the same meaning as in `tutti.spawn`.
 
     Wrong values raise UsageError before a rank is started. If a rank fails, RankFailed is raised.
     Ctrl-C saves a checkpoint and raises KeyboardInterrupt; `tutti.train(resume=True, out=…)`

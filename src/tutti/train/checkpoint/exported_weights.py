@@ -146,9 +146,10 @@ class Export:
             raise UsageError(f"--run {self.run}: {error}") from None
 
     def _untie(self) -> dict[str, str]:
-        """Return {adapted weight: the name under which the checkpoint contains it} of tied weights.
+        """Return {adapted weight: its name in the checkpoint} for adapted weights that are tied.
 
-        Such a weight is tied, for example to the embedding. After the merge, it is not tied.
+        An output layer may be tied to the embedding, so the checkpoint contains their weight once.
+        The merge changes only the weight of the output layer, which is then exported separately.
         """
         untied = {}
         for layer in self._adapted:
@@ -356,7 +357,7 @@ def _complete_checkpoint(directory: Path, step: int | None) -> tuple[Path, Index
 
 
 def _base_name(name: str, adapted: Collection[str]) -> str:
-    """Return the name in the base model of a tensor in a model with adapters."""
+    """Convert the name of a tensor in a model with adapters to its name in the base model."""
     layer, part, key = name.rpartition(".base_layer.")
     return f"{layer}.{key}" if part and layer in adapted else name
 
