@@ -236,8 +236,8 @@ def _advice(
     """Return one entry of `advice[]`, or None if the band of its gain includes zero.
 
     `scenarios` has one list for each set of assumptions, with the gain of each step in seconds.
-    `values` has the values of the placeholders in advice.toml. `gained` is the time in seconds per
-    step that other advice saves, if the user should follow the other advice first.
+    `values` has the values of the placeholders in advice.toml. `gained` is 0, or the seconds per
+    step that other advice saves, which the user should follow before this advice.
     """
     scenarios = [gains for gains in scenarios if gains]
     if not scenarios:

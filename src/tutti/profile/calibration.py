@@ -62,11 +62,16 @@ def typical_seconds(step_times: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class RecordingCost:
-    """The seconds that recording adds to the parts of a step, computed from all ranks."""
+    """The seconds that recording adds to the parts of a step.
 
-    own: float  # added on the least slowed rank to compute, gaps and the code around operators
-    input: float  # added on the least slowed rank to operators inside the data loader
-    wait: float  # (added on the most slowed rank) − (added on the least slowed rank)
+    Recording slows some ranks more than others. `own` and `input` are the seconds on the rank that
+    is slowed least. The other ranks are slowed by up to `wait` seconds more, and the least slowed
+    rank waits for them.
+    """
+
+    own: float  # added to compute, gaps and the code around operators
+    input: float  # added to operators inside the data loader
+    wait: float
 
 
 def recording_cost(

@@ -192,7 +192,8 @@ def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
         )
         yield (
             f"  {1e3 * cost['min']:.1f} to {1e3 * cost['max']:.1f} ms; in {row['steps']} of "
-            f"{row['of_steps']} steps; last at {row['last']} of {row['of_collectives']} collectives"
+            f"{row['of_steps']} steps; arrives last at {row['last']} of "
+            f"{row['of_collectives']} collectives"
         )
         if not row["steady"] and row["period"] is None:
             yield f"  to find a period, record more steps: --active {max(20, 2 * row['of_steps'])}"

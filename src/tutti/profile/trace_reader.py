@@ -436,9 +436,10 @@ class _TraceReader:
 class _Kernels:
     """The kernels of a trace, and the host events that launched them.
 
-    A kernel and its launch have the same correlation number. The host runs ahead of the device:
-    work that the host launched before a moment is done when all kernels that were launched before
-    this moment have ended. A trace may have millions of kernels, so they are stored in arrays.
+    A kernel and its launch have the same correlation number. The host launches kernels before the
+    device runs them. So work that the host launched before time t is done only when all kernels
+    that were launched before t have ended. A trace may have millions of kernels, so they are stored
+    in arrays.
     """
 
     def __init__(self) -> None:
