@@ -100,7 +100,7 @@ def test_ranks_that_disagree_point_to_a_missing_sum() -> None:
 
 
 def test_one_parameter_wrong_is_named_with_its_role() -> None:
-    assert "only head.weight (head) is wrong, by no common factor" in _text(
+    assert "only head.weight (head) is wrong, and no single factor" in _text(
         replace(FINE, gradients=_inconsistent("head.weight"))
     )
     assert "only head.weight (head) is wrong, 2.000 × too large: not divided by dp = 2" in _text(
@@ -129,7 +129,7 @@ def test_a_wrong_tied_embedding_is_named() -> None:
         (31 / 32, "1 of the step's 32 samples is missing"),
         (30 / 32, "2 of the step's 32 samples are missing"),
         (33 / 32, "1 of the step's 32 samples is counted twice"),
-        (0.5, "all gradients differ by no common factor, and the loss differs"),
+        (0.5, "no single factor explains the errors, and the loss differs"),
     ],
 )
 def test_missing_samples_are_counted_from_the_loss(factor: float, expected: str) -> None:

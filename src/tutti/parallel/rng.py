@@ -10,13 +10,13 @@
 Every rank draws from torch's default generator, so checkpoints and recomputation need to save only
 the state of this generator. `seed_training_rng` seeds the generator for the activations between the
 split layers: all tp ranks get the same seed if each rank holds whole activations, and different
-seeds if each rank holds a part of the sequence. Some layers need the opposite. While such a layer
-runs, the generator has a temporary seed. The temporary seed is derived from a number that is drawn
-from the generator:
+seeds if each rank holds a part of the sequence. In two cases, dropout needs a temporary seed, which
+is derived from a number that is drawn from the generator:
 
-    whole activations        from a column layer to the next row layer: a different seed on each tp
-                             rank, derived from a number that is the same on all tp ranks
-    part of the sequence     dropout of a gathered input: a seed that tp rank 0 draws and broadcasts
+    the tp ranks have the same seed, but dropout gets heads or channels, which differ between ranks
+        (from a column layer to the next row layer): each tp rank uses a different temporary seed
+    the tp ranks have different seeds, but dropout gets an input that was gathered, which all ranks
+        hold: all tp ranks use a temporary seed that tp rank 0 draws and broadcasts
 """
 
 import hashlib

@@ -214,12 +214,15 @@ def _gradients(
         count = max(1, round(abs(missing)))
         problem = f"{'is' if count == 1 else 'are'} {'missing' if missing > 0 else 'counted twice'}"
         return (
-            f"{differ} by no common factor, and the loss is {step.loss.factor:.4f} × the expected "
-            f"loss: {count} of the step's {samples} samples {problem}"
+            f"{differ}, no single factor explains the errors, and the loss is "
+            f"{step.loss.factor:.4f} × the expected loss: {count} of the step's {samples} samples "
+            f"{problem}"
         )
     loss = "and the loss differs" if loss_differs else "but the loss agrees"
     hint = WITHOUT_KNOWN_CAUSE if len(bad) == total and loss_differs else ""
-    return f"{differ} by no common factor, {loss}{hint}; the worst is {worst_name}"
+    return (
+        f"{differ}, no single factor explains the errors, {loss}{hint}; the worst is {worst_name}"
+    )
 
 
 def _one_role(
@@ -243,7 +246,7 @@ def _one_role(
         axes = _shared_axes(setting.layout)
         return f"{wrong_part}, and ranks disagree: gradients were not summed over {axes}"
     if factor is None:
-        return f"{wrong_part}, by no common factor"
+        return f"{wrong_part}, and no single factor explains the errors"
     return f"{wrong_part}: {_cause(factor, setting)}"
 
 

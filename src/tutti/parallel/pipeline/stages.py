@@ -354,7 +354,11 @@ class Padding:
                 norm.forward = partial(self._forward, norm, name, norm.forward)
 
     def begin_step(self, real: Sequence[int], microbatches: int) -> None:
-        """Set the real samples per microbatch. Later microbatches have none on any rank."""
+        """Set the number of real samples of this rank in each microbatch of the next step.
+
+        If `real` has fewer than `microbatches` entries, no rank has real samples in the remaining
+        microbatches.
+        """
         self._real = [*real, *[None] * (microbatches - len(real))]
 
     @contextmanager
