@@ -81,7 +81,8 @@ class Shapes(NamedTuple):
     convolutions: tuple[tuple[int, int, int, int, int, int], ...]
     """(batch, input channels, output channels, height and width, kernel size, groups)."""
     narrow: bool
-    """Whether attention is measured in bf16 instead of float32, and convolutions also in bf16."""
+    """True: attention is measured in bf16, and convolutions in float32 and in bf16. False: both are
+    measured in float32 only."""
     messages: tuple[int, ...]
     """Message sizes of collectives, in bytes."""
 

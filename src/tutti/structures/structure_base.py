@@ -161,7 +161,8 @@ class Structure:
         return pointers([tensor.address(rank) for rank in range(self.size)])
 
     def _cpu_memory(self) -> CpuMemory:
-        # Structures that wait for words always make their last allocation in host memory.
+        # Only structures that wait for words call this method. Their last allocation is always in
+        # host memory, even if the heap is on a GPU.
         return cast(CpuMemory, self._memory[-1].memory)
 
     def _await(
