@@ -84,3 +84,9 @@ def format_rate(bytes_per_second: float) -> str:
 def three_digits(value: float) -> str:
     """Return a value with three significant digits and no exponent: 0.0246, 3.21, 396, 3072."""
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
+def ordinal(number: int) -> str:
+    """Return a number as 2nd, 3rd, 5th, 11th or 22nd."""
+    last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"

@@ -86,7 +86,7 @@ struct Operation {
   uint16_t kind, dtype;
   int32_t peer, tag;
   std::atomic<uint8_t> state;
-  uint8_t point_to_point, device, reduction;
+  uint8_t asynchronous, device, reduction;  // asynchronous: the argument async_op of a collective
   uint32_t site, thread, step, dims;
   uint32_t shape[6];
   uint64_t elements;
@@ -369,7 +369,7 @@ uint32_t call_site() {
 
 struct Signature {
   int input = -1;    // position of the tensors whose shape is recorded
-  int group = -1, peer = -1, tag = -1, reduction = -1;
+  int group = -1, peer = -1, tag = -1, reduction = -1, asynchronous = -1;
   uint16_t kind = 0;
   bool point_to_point = false;
 };
@@ -502,7 +502,8 @@ void record_operation(const c10::OperatorHandle& handle, c10::DispatchKeySet key
   operation.number.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
   operation.kind = signature.kind;
-  operation.point_to_point = signature.point_to_point;
+  operation.asynchronous =
+      signature.asynchronous >= 0 && argument(signature.asynchronous).toBool() ? 1 : 0;
   operation.peer = operation.tag = -1;
   operation.reduction = operation.device = 0;
   operation.dtype = 0;
@@ -580,6 +581,7 @@ void register_kernels() {
       if (name == "process_group") signature.group = int(i);
       if (name == "tag") signature.tag = int(i);
       if (name == "reduce_op") signature.reduction = int(i);
+      if (name == "async_op") signature.asynchronous = int(i);
       // A barrier has a dummy tensor, which shows the device.
       if (signature.input < 0 && name == "tensor" && !*named.input) signature.input = int(i);
     }

@@ -93,7 +93,7 @@ class _Operation(ctypes.Structure):
     _fields_ = (
         ("number", _u64), ("group", _u32), ("sequence", _u32), ("kind", _u16), ("dtype", _u16),
         ("peer", _i32), ("tag", _i32), ("state", ctypes.c_uint8),
-        ("point_to_point", ctypes.c_uint8), ("device", ctypes.c_uint8),
+        ("asynchronous", ctypes.c_uint8), ("device", ctypes.c_uint8),
         ("reduction", ctypes.c_uint8), ("site", _u32), ("thread", _u32), ("step", _u32),
         ("dims", _u32), ("shape", _u32 * 6), ("elements", _u64), ("entered", _i64),
         ("completed", _i64),
@@ -178,6 +178,7 @@ class Operation:
     step: int
     entered: float
     completed: float  # 0 if the operation has not completed
+    asynchronous: bool = False  # called with async_op=True; False for sends and receives
 
     @property
     def pending(self) -> bool:
@@ -424,6 +425,7 @@ def read_ring(path: Path, operations: int = 512, steps: int = 64) -> Process | N
                 entry.step,
                 seconds(entry.entered),
                 seconds(entry.completed),
+                bool(entry.asynchronous),
             )
         )
     history: list[Step] = []

@@ -22,6 +22,7 @@ from typing import Any
 
 from tutti.measure.collective_bandwidth import OPERATIONS, bandwidth
 from tutti.measure.spread import summarize
+from tutti.measure.units import ordinal
 from tutti.profile.collective_matching import MatchedCollective
 from tutti.profile.rank_trace import EMPTY, SYNCHRONIZING, Collective, Intervals, RankTrace, Step
 
@@ -419,12 +420,6 @@ def lateness_text(row: Mapping[str, Any]) -> str:
     if row["period"] is None:
         return f"{delay} in {share}"
     return f"{delay} in every {ordinal(row['period'])} step ({share})"
-
-
-def ordinal(number: int) -> str:
-    """Return a number as 2nd, 3rd, 5th, 11th or 22nd."""
-    last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"
 
 
 def excess_text(excess: Mapping[str, Any]) -> str:

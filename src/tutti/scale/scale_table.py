@@ -9,7 +9,8 @@ from typing import Any
 
 from tutti.measure.spread import percentile
 from tutti.measure.terminal import wrap_line
-from tutti.profile.step_breakdown import excess_text, ordinal
+from tutti.measure.units import ordinal
+from tutti.profile.step_breakdown import excess_text
 from tutti.scale.efficiency import CAUSE_OF_PART, LOSS_CAUSES, MIN_REPEATS, Scaling
 from tutti.scale.forecast import MAX_RANKS, Mode
 from tutti.scale.scale_runs import MeasuredRun
