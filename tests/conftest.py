@@ -71,6 +71,11 @@ def _resources() -> set[str]:
         if child.pid not in standing_processes()
     }
     # Only names with tutti: other programs use shared memory, too.
-    shared_memory = {str(path) for path in Path("/dev/shm").glob("*tutti*")}
+    # The records of a job that has failed stay for `tutti why`, but only the newest ones.
+    shared_memory = {
+        str(path)
+        for path in Path("/dev/shm").glob("*tutti*")
+        if not path.name.startswith("tutti-observe-")
+    }
     folders = {str(path) for path in Path(tempfile.gettempdir()).glob("tutti-run-*")}
     return processes | shared_memory | folders

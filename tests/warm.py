@@ -245,6 +245,7 @@ def _become(
         numpy.random.seed()
         if "OMP_NUM_THREADS" in env:  # torch has used the value of the warm process
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        import_module("tutti.observe.recorder").autoload()  # as `import torch` would do
         status = _run(command)
     except BaseException:
         traceback.print_exc()

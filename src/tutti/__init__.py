@@ -58,7 +58,12 @@ def __getattr__(name: str) -> object:
         return import_module(f"tutti.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'tutti' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
+    if name == "init":  # the room `world` cannot import the room `observe`
+        from tutti.observe.recorder import recorded
+
+        return recorded(value)
+    return value
 
 
 def __dir__() -> list[str]:

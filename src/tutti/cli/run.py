@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from tutti.cli.flags import OutputFolder, parse, split_at_command
-from tutti.observe.why import HANG_AFTER, RunObserver
-from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
+from tutti.observe.why import RunObserver
+from tutti.world.errors import HANG_AFTER, START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
 from tutti.world.launch import LocalWorld
 
 

@@ -16,6 +16,7 @@ import tyro
 
 from tutti.cli.flags import OutputFolder, flag_value, parse, without_flags
 from tutti.cli.results import WorldFlags, print_start, usage_error_on_rank_0
+from tutti.measure.units import plural
 from tutti.models.config import OwnModelConfig
 from tutti.parallel.layout import Layout
 from tutti.train.recipe import (
@@ -37,7 +38,7 @@ from tutti.train.train_run import (
     start_run,
 )
 from tutti.train.training_schedule import check_numbers
-from tutti.world.errors import UsageError
+from tutti.world.errors import HANG_AFTER, UsageError, checked_seconds
 from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
@@ -100,6 +101,11 @@ class Train(WorldFlags):
     nvtx: bool = False
     """Mark a few steps for Nsight Systems. Run this command with `nsys profile -c
     cudaProfilerApi`. Needs CUDA."""
+    observe: bool = True
+    """Record the operations and stacks of the ranks in shared memory. `tutti why` and `tutti watch`
+    read the records."""
+    hang_after: float = HANG_AFTER
+    """Seconds without progress after which the ranks hang, and the reason is printed."""
     lr_sweep: str | None = None
     """Comma-separated learning rates to compare, such as `0.05,0.1,0.2`. Trains once for each
     learning rate and each number in --ranks."""
@@ -117,6 +123,7 @@ class Train(WorldFlags):
 
 def main(arguments: list[str]) -> int:
     options, base = read_flags(arguments)
+    hang_after = checked_seconds("--hang-after", options.hang_after)
     starts_ranks = identify(os.environ).launcher == "python"
     if options.settings.parallel.layout == "auto":
         if not starts_ranks:
@@ -154,8 +161,12 @@ def main(arguments: list[str]) -> int:
         return _find_batch(options, base, arguments, ranks)
     if options.ranks is None and ranks == 1:
         return _train(options, base)
-    command = ["train", *arguments, "--out", str(options.run_directory())]
-    return options.start_ranks(command, ranks, grace=GRACE_SECONDS)
+    directory = options.run_directory()
+    command = ["train", *arguments, "--out", str(directory)]
+    from tutti.observe.why import RunObserver
+
+    observer = RunObserver(hang_after, directory) if options.observe else None
+    return options.start_ranks(command, ranks, grace=GRACE_SECONDS, observer=observer)
 
 
 def _with_best_layout(options: Train, arguments: list[str]) -> list[str]:
@@ -434,7 +445,8 @@ def _print_summary(directory: Path, summary: dict[str, Any], stopped: bool) -> N
         print(f"best {best['name']} {best['value']:.4g}, checkpoint of step {best['step']}")
     rate = summary["samples_per_s"]
     speed = "" if rate is None else f", {rate:,.0f} samples/s"
-    print(f"{summary['steps']} steps, final training loss {summary['final_loss']:.4f}{speed}")
+    steps = plural(summary["steps"], "step")
+    print(f"{steps}, final training loss {summary['final_loss']:.4f}{speed}")
     if summary["sharing_note"]:
         print(f"note: {summary['sharing_note']}")
     print(f"the run is in {directory}")

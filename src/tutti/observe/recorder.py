@@ -26,7 +26,8 @@ from tutti.observe import ring_reader
 from tutti.world.errors import UsageError
 from tutti.world.launchers import Identity, identify
 
-VARIABLE = "TUTTI_OBSERVE"  # "1" records this program and the programs that it starts
+# "1" records this program and the programs that it starts. "0" records nothing.
+VARIABLE = "TUTTI_OBSERVE"
 # The pid of the process whose ring stands for the rank in RANK. A process that the rank starts,
 # such as a compile worker, inherits RANK, but is not that rank.
 _CLAIM = "TUTTI_OBSERVE_PID"
@@ -51,20 +52,24 @@ def start() -> None:
 
     The ring is created now if a launcher has set the rank, or else with the first process group.
     """
-    if _Recorder.current is None and os.environ.get(VARIABLE) != "0":
+    if _Recorder.current is None:
         _Recorder.current = _Recorder(_load())
         _Recorder.current.install()
 
 
-def init(*args: Any, **kwargs: Any) -> Any:
-    """Start the recorder, then call tutti.world.world.init with the same arguments."""
-    from tutti.world.world import init as init_world
+def recorded(init: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that starts the recorder and then calls `init`."""
 
-    try:
-        start()
-    except Exception as error:  # a world without a recorder still works
-        print(f"tutti: this process is not recorded: {error}", file=sys.stderr)
-    return init_world(*args, **kwargs)
+    @functools.wraps(init)
+    def start_and_init(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if os.environ.get(VARIABLE) != "0":
+            try:
+                start()
+            except Exception as error:  # a world without a recorder still works
+                print(f"tutti: this process is not recorded: {error}", file=sys.stderr)
+        return init(*args, **kwargs)
+
+    return start_and_init
 
 
 def _load() -> ModuleType:
@@ -168,8 +173,7 @@ class _Recorder:
         # all of its processes have ended normally.
         if "TUTTI_RUN_ID" not in os.environ:
             ranks = ring_reader.read_job(self._path.parent, operations=0, steps=0)
-            others = [each for each in ranks if each.pid != pid and each.worker < 0]
-            if error is None and all(each.exit_state == ring_reader.ENDED for each in others):
+            if all(each.exit_state == ring_reader.ENDED for each in ranks if each.worker < 0):
                 ring_reader.remove_job(self._path.parent.name)
 
     def _set_error(self, error: BaseException) -> None:

@@ -6,6 +6,7 @@ file outlives the process, so a job that has died can still be explained. Nothin
 ring is a fixed structure of numbers and texts.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -153,8 +154,8 @@ class Group:
     def label(self) -> str:
         """The name that messages show."""
         if self.description and self.description not in ("default_pg", "undefined"):
-            return f"{self.description} (group {self.name})"
-        return "default group" if self.name == "0" else f"group {self.name}"
+            return f"group {self.description} (name {self.name})"
+        return "the default group" if self.name == "0" else f"group {self.name}"
 
 
 @dataclass(frozen=True)
@@ -323,20 +324,27 @@ def remove_job(job: str) -> None:
 
 def jobs() -> list[Path]:
     """Return the folders of all jobs of this user, newest first."""
-    try:
-        folders = [path for path in rings_folder().iterdir() if path.is_dir()]
-    except FileNotFoundError:
-        return []
-    return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(rings_folder()):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found.append((entry.stat().st_mtime, Path(entry.path)))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-def remove_old_jobs(max_age: float = 86400.0) -> None:
-    """Remove jobs without a living process whose rings are older than `max_age` seconds."""
+def remove_old_jobs(max_age: float = 86400.0, keep: int = 16) -> None:
+    """Remove ended jobs that are older than `max_age` seconds, and all but the newest `keep`."""
+    ended = 0
     for folder in jobs():
-        newest = max((path.stat().st_mtime for path in folder.glob("*.ring")), default=0.0)
-        pids = [int(path.stem) for path in folder.glob("*.ring") if path.stem.isdecimal()]
-        if time.time() - newest > max_age and not any(_process_state(pid) for pid in pids):
-            shutil.rmtree(folder, ignore_errors=True)
+        rings = [path for path in folder.glob("*.ring") if path.stem.isdecimal()]
+        if any(_process_state(int(path.stem)) for path in rings):
+            continue
+        ended += 1
+        with contextlib.suppress(OSError):  # another process removes the same job
+            age = time.time() - folder.stat().st_mtime
+            # A new folder may belong to a job whose ranks have not created their rings yet.
+            if age > max_age or (ended > keep and age > 60):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -3,16 +3,18 @@
 The input is two snapshots of all rings of a job, about a second apart. `explain` looks for the
 causes in this order, from the most certain to the least certain:
 
-1. a rank that ended with an error, died, or is stopped by a signal
-2. an operation that ranks of one group entered with different kinds, sizes, dtypes or roots
-3. progress between the snapshots: the job does not hang
-4. ranks for which others wait. A rank waits for every member of the group that has not entered its
+1. an operation that ranks of one group entered with different kinds, sizes, dtypes or roots
+2. a rank that ended with an error of its own
+3. a rank that ended while others needed it, died, or is stopped by a signal
+4. progress between the snapshots: the job does not hang
+5. ranks for which others wait. A rank waits for every member of the group that has not entered its
    operation. A rank that others wait for, and which itself waits for nobody, is the cause. If ranks
    wait for each other, they entered operations in different orders.
-5. an operation that all ranks have entered but which does not complete: the network
+6. an operation that all ranks have entered but which does not complete: the network
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -28,15 +30,17 @@ from typing import Any
 from tutti.measure.files import write_atomically
 from tutti.observe import ring_reader
 from tutti.observe.ring_reader import ENDED, FAILED, RUNNING, Operation, Process, user_frame
+from tutti.world.errors import HANG_AFTER, UsageError
 from tutti.world.exchange import name_ranks
+from tutti.world.launchers import expand_hosts
 
-HANG_AFTER = 60.0
 SCHEMA = "tutti.why/1"
 # Errors of a rank because another rank is gone or late. They are consequences, not causes.
 _CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|pair closure|remote process"
     r"|timed? ?out|communicator was aborted|recvvalue failed|failed to recv|connection was likely"
-    r"|closed the group|of group .* has died|wait timeout|DistBackendError|DistNetworkError",
+    r"|closed the group|of group .* has died|wait timeout|differs between ranks"
+    r"|DistBackendError|DistNetworkError",
     re.IGNORECASE,
 )
 _MEMORY = re.compile(r"out ?of ?memory|MemoryError|can't allocate memory", re.IGNORECASE)
@@ -130,6 +134,32 @@ def take_snapshot(
     return Snapshot(processes, tuple(silent))
 
 
+def hosts_of(folder: Path, hosts: str | None, via: str | None) -> tuple[list[str], str]:
+    """Return the other hosts of a job, and the command that runs a command on one of them.
+
+    `hosts` and `via` are the flags of tutti why. Without them, Slurm is asked for the hosts of its
+    jobs, and a job of another launcher has only this host.
+    """
+    slurm = re.match(r"slurm-(\d+)\.", folder.name)
+    names: list[str] = []
+    if hosts is not None:
+        names = expand_hosts(hosts, "--hosts")
+    elif slurm:
+        try:
+            command = ["squeue", "--noheader", "--jobs", slurm[1], "--format", "%N"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+            names = expand_hosts(done.stdout.strip(), "squeue") if done.stdout.strip() else []
+        except (OSError, subprocess.TimeoutExpired, UsageError):
+            names = []
+    if via is None:
+        via = "ssh -o BatchMode=yes {host}"
+        if slurm:
+            via = f"srun --jobid {slurm[1]} --overlap --nodes 1 --ntasks 1 --nodelist {{host}}"
+    elif "{host}" not in via:
+        raise UsageError(f"--via must have {{host}} for the name of the host, got {via!r}")
+    return [name for name in names if name != os.uname().nodename], via
+
+
 def explain_job(
     folder: Path,
     hosts: Sequence[str] = (),
@@ -166,10 +196,11 @@ class _Analysis:
         if not self.ranks:
             return Explanation("no_ranks", "No recorded rank of this job was found.", False)
         for look in (
+            self._mismatch,
             self._error,
+            self._ended_early,
             self._dead,
             self._stopped,
-            self._mismatch,
             self._progress,
             self._silent_host,
             self._not_arriving,
@@ -199,14 +230,33 @@ class _Analysis:
         first = max(causes, key=lambda p: p.exited_ago or 0.0)
         message, _, site = first.error.partition(" @ ")
         kind = "out_of_memory" if _MEMORY.search(message) else "error"
+        worker = self._dead_worker(first)
+        if worker is not None and "DataLoader worker" in message:
+            kind, site = "loader_worker_dead", self._where(worker) or site
+            message = f"loader worker {worker.worker} (pid {worker.pid}) died: {message}"
         verdict = f"{self._name(first)} failed at {site or 'an unknown line'}: {message}."
         evidence = [self._also_waiting({first.rank})]
         evidence += [
-            f"{self._name(p)} failed afterwards: {p.error.partition(' @ ')[0]}"
+            f"{self._name(p)} failed afterwards: {_shorten(p.error.partition(' @ ')[0])}"
             for p in failed
             if p is not first
         ]
         return kind, verdict, [self._culprit(first, site, message)], _non_empty(evidence)
+
+    def _ended_early(self) -> "_Found":
+        """Find ranks that have ended normally, while others failed because they are gone."""
+        failed = [p for p in self.ranks.values() if p.exit_state == FAILED]
+        ended = [p for p in self.ranks.values() if p.exit_state == ENDED]
+        if not failed or not ended:
+            return None
+        kind, doing, where = self._activity(ended[0], None, [p.rank for p in failed])
+        who = name_ranks([p.rank for p in ended])
+        verdict = f"{who[0].upper()}{who[1:]} {doing}."
+        evidence = [
+            f"{self._name(p)} failed afterwards: {_shorten(p.error.partition(' @ ')[0])}"
+            for p in failed
+        ]
+        return kind, verdict, [self._culprit(p, where, doing) for p in ended], evidence
 
     def _dead(self) -> "_Found":
         dead = [p for p in self.ranks.values() if not p.alive and p.exit_state == RUNNING]
@@ -317,7 +367,7 @@ class _Analysis:
         what = _difference([operations[rank] for rank in (*wrong, usual[0])])
         others = f" ({name_ranks(usual)} agree)" if len(usual) > 1 else ""
         verdict = (
-            f"Ranks disagree about the {what} of operation #{sequence} of the {label}: "
+            f"Ranks disagree about the {what} of operation #{sequence} of {label}: "
             f"{', but '.join(parts)}{others}."
         )
         culprits = [
@@ -589,14 +639,18 @@ class _Analysis:
                 ended += f", while rank {others[0].rank} is in step {others[0].steps + 1}"
             uneven = any(p.batches != process.batches for p in others) and process.batches > 0
             return ("uneven_batches" if uneven else "ended_early"), ended, where
+        if process.exit_state == FAILED:
+            message, _, site = process.error.partition(" @ ")
+            return "error", f"failed at {site or where}: {_shorten(message)}", site or where
         if not process.alive:
             return "dead", f"has died (last known line: {where})", where
-        if process.exit_state == FAILED:
-            message = process.error.partition(" @ ")[0]
-            return "error", f"failed before ({message}) and is ending at {where}", where
         main = process.threads[0] if process.threads else None
+        if main is None and process.operations:  # a dump of the flight recorder has no stacks
+            last = process.operations[-1]
+            name = self._name_operation(last, process.rank)
+            return "unknown", f"entered {name} last, at {last.site}", last.site
         if main is None:
-            return "unknown", "has no sampled stack", where
+            return "unknown", "has entered no operation, and its stack is not known", where
         if any("/dataloader.py" in frame for frame in main.frames):
             return self._loader_activity(process, where)
         if process.gil_age > 3.0 and process.sample_age < 3.0:
@@ -649,16 +703,24 @@ class _Analysis:
             return False
         return (process.cpu_seconds - old.cpu_seconds) / (process.time - old.time) > 0.5
 
-    def _loader_activity(self, process: Process, where: str) -> tuple[str, str, str]:
-        workers = [
+    def _workers(self, process: Process) -> list[Process]:
+        return [
             p
             for p in self.snapshot.processes
             if p.worker >= 0 and p.parent == process.pid and p.host == process.host
         ]
-        dead = [p for p in workers if not p.alive and p.exit_state == RUNNING]
-        if dead:
-            place = self._where(dead[0])
-            text = f"waits for its data loader at {where}, whose worker {dead[0].worker} has died"
+
+    def _dead_worker(self, process: Process) -> Process | None:
+        """Return a loader worker of the rank that has died without ending normally."""
+        workers = self._workers(process)
+        return next((p for p in workers if not p.alive and p.exit_state == RUNNING), None)
+
+    def _loader_activity(self, process: Process, where: str) -> tuple[str, str, str]:
+        workers = self._workers(process)
+        dead = self._dead_worker(process)
+        if dead is not None:
+            place = self._where(dead)
+            text = f"waits for its data loader at {where}, whose worker {dead.worker} has died"
             return "loader_worker_dead", f"{text} (last known line: {place})", place or where
         stopped = [p for p in workers if p.state in ("T", "t")]
         if stopped:
@@ -694,6 +756,10 @@ class _Analysis:
     # -- texts -------------------------------------------------------------------------------------
 
     def _where(self, process: Process) -> str:
+        """Return the source line of the program in which the main thread was last seen."""
+        last = process.operations[-1] if process.operations else None
+        if last is not None and last.entered > process.time - process.sample_age:
+            return last.site  # newer than the sampled stack
         return user_frame(process.threads[0].frames) if process.threads else ""
 
     def _site(self, rank: int, wanted: int) -> str:
@@ -701,7 +767,7 @@ class _Analysis:
         return operation.site or self._where(self.ranks[rank]) or "an unknown line"
 
     def _name(self, process: Process) -> str:
-        return f"Rank {process.rank} (host {process.host})"
+        return f"Rank {process.rank}{f' (host {process.host})' * bool(process.host)}"
 
     def _label(self, group: str, operations: dict[int, Operation]) -> str:
         return self.ranks[next(iter(operations))].groups[group].label
@@ -717,7 +783,7 @@ class _Analysis:
                 else (f"from rank {peer} to rank {rank}")
             )
             return f"{operation.kind} #{operation.sequence} {way}"
-        return f"{operation.kind} #{operation.sequence} of the {group.label}"
+        return f"{operation.kind} #{operation.sequence} of {group.label}"
 
     def _waited(self) -> float:
         """Return for how long the ranks have waited, in seconds."""
@@ -804,6 +870,12 @@ def _of_file(file: str) -> str:
     return f" ({file})" if file.startswith("/") else ""
 
 
+def _shorten(message: str) -> str:
+    """Return the first 120 characters of a message, without the source file of C++ errors."""
+    message = re.sub(r"^(\w+: )?\[[^\]]*\]\s*", r"\1", message)
+    return message if len(message) <= 120 else f"{message[:119]}…"
+
+
 def _non_empty(texts: list[str]) -> list[str]:
     return [text for text in texts if text]
 
@@ -867,6 +939,9 @@ class RunObserver:
         if explanation is not None and explanation.hang:
             self._last = explanation
             self._show(explanation)
+        if self._last is not None and self._watch.explanation is None:
+            self._last = None
+            print("tutti why: the job makes progress again", file=sys.stderr, flush=True)
 
     def failed(self) -> None:
         """Explain the state of the ranks at the moment of the first failure."""

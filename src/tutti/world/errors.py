@@ -11,6 +11,8 @@ START_TIMEOUT = 300.0
 # Seconds after which a collective fails, longer than any expected step or checkpoint. If a rank
 # dies, liveness.py detects this at once, without a wait for this timeout.
 TIMEOUT = 600.0
+# Seconds without progress after which tutti run and tutti train explain what the ranks wait for.
+HANG_AFTER = 60.0
 
 
 class UsageError(Exception):
