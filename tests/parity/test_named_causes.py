@@ -105,4 +105,5 @@ def test_each_cause_is_named_on_all_ranks() -> None:
         case = f"{kind.__name__} {layout}: {row}"
         assert row["ok"] is (expected is None), case
         assert row["diagnosis"] is None if expected is None else expected in row["diagnosis"], case
+        assert ".;" not in (row["diagnosis"] or ""), case
         assert "samples or the weights differ" not in (row["diagnosis"] or ""), case

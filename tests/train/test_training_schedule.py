@@ -22,6 +22,9 @@ def test_the_global_batch_is_derived_with_a_reason() -> None:
     )
     assert schedule.global_batch == 32 * 4 * 3
     assert schedule.reasons["global_batch"] == "batch 32 × 4 ranks × accumulation 3"
+    assert schedule.reasons["layout"] == "a replica on 4 ranks"
+    alone = make_schedule(recipe(batching={"batch": 32}), ranks=1, samples=10_000)
+    assert alone.reasons["layout"] == "a replica on 1 rank"
 
 
 def test_a_global_batch_sets_the_batch_per_rank() -> None:

@@ -126,11 +126,10 @@ class MapSamples(Samples):
             tensor.dim() == 0 or len(tensor) != len(positions) for tensor in tensors_of(pair)
         ):
             raise DataError(
-                f"{type(self.dataset).__name__}: {len(positions)} samples collate to "
-                f"{describe(pair)}, expected (inputs, targets), each a tensor, or a dict or tuple "
-                "of tensors with one row per sample: return (input, target) from __getitem__, or "
-                "use --collate package.module:function, which makes (inputs, targets) from a list "
-                "of samples"
+                f"{type(self.dataset).__name__}: collate returned {describe(pair)}, expected "
+                "(inputs, targets), each a tensor, or a dict or tuple of tensors with one row per "
+                "sample: return (input, target) from __getitem__, or use --collate "
+                "package.module:function, which makes (inputs, targets) from a list of samples"
             )
         return pair[0], pair[1]
 

@@ -86,6 +86,11 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 rank` or `2 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def ordinal(number: int) -> str:
     """Return a number as 2nd, 3rd, 5th, 11th or 22nd."""
     last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")

@@ -365,7 +365,7 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
     failed = text is not None or reference.weights_differ is not None
     if failed and (cause := reference.cause()) is not None:
         differences = text and text.replace(diagnosis.WITHOUT_KNOWN_CAUSE, "")
-        text = "; ".join(line for line in (cause, differences) if line is not None)
+        text = "; ".join(filter(None, (cause.removesuffix("."), differences)))
     return row | {
         "loss_rel_err": max(step.loss.error for step in steps),
         "grad_rel_err": gradient.error,

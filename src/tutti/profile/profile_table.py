@@ -5,7 +5,7 @@ from statistics import fmean, median
 from typing import Any
 
 from tutti.measure.terminal import wrap_line
-from tutti.measure.units import format_bytes, three_digits
+from tutti.measure.units import format_bytes, plural, three_digits
 from tutti.profile.explain import COMM_RATIO_LIMIT
 from tutti.profile.step_breakdown import PARTS, excess_text, is_late_by_chance, lateness_text
 
@@ -32,7 +32,7 @@ def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     ranks = rows["ranks"]
     backends = "+".join(sorted({row["backend"] for row in ranks}))
     yield (
-        f"{_count(max(row['steps'] for row in ranks), 'step')} of {_count(len(ranks), 'rank')}, "
+        f"{plural(max(row['steps'] for row in ranks), 'step')} of {plural(len(ranks), 'rank')}, "
         f"{backends}; {ranks[0]['clock_of']} time, in % of a typical step"
     )
     yield ""
@@ -103,10 +103,6 @@ def _cell(low_and_high: list[float], step: float) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def _range(values: list[float], unit: str) -> str:
     """Return the range from the lowest to the highest value as text."""
     low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
@@ -162,7 +158,7 @@ def _buckets(rows: dict[str, Any]) -> str:
         key = row["rank"], row["step"]
         done[key] = max(done.get(key, 0.0), row["done_s"])
     sizes = [row["bytes"] for row in rows["buckets"]]
-    count = _count(round(len(rows["buckets"]) / len(done)), "DDP bucket")
+    count = plural(round(len(rows["buckets"]) / len(done)), "DDP bucket")
     text = f"  {count} of {' to '.join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))))}"
     if tails := [done[key] - gradients[key][1] for key in done if gradients.get(key)]:
         tail = 1e3 * fmean(tails)

@@ -141,11 +141,6 @@ def figure(
     )
 
 
-def count(number: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 rank" or "2 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
     """Return {key(row): rows with this key}, in the order of the first row of each group."""
     groups: dict[Any, list[Row]] = {}

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from tutti.measure.units import plural
 from tutti.profile.step_breakdown import late_rank
-from tutti.report.plot import NAMES, count, grouped
+from tutti.report.plot import NAMES, grouped
 from tutti.report.sources import ReportSources, Result, Run, recorded
 
 Rows = list[dict[str, Any]]
@@ -118,7 +119,7 @@ def sentences(sources: ReportSources) -> Iterator[str]:
     for result in sources.of_schema("tutti.doctor"):
         checks = result.content["checks"]
         failed = [check["id"] for check in checks if check["status"] == "fail"]
-        warnings = count(sum(check["status"] == "warn" for check in checks), "warning")
+        warnings = plural(sum(check["status"] == "warn" for check in checks), "warning")
         names = f" ({', '.join(failed[:4])})" if failed else ""
         yield f"{len(checks)} checks: {len(failed)} failed{names}, {warnings}."
     benches = [result for result in sources.results if result.schema.startswith("tutti.bench.")]
@@ -137,7 +138,7 @@ def _scale_sentences(result: Result) -> Iterator[str]:
         if finished:
             best = min(finished, key=lambda row: float(row["final_loss"]))
             yield (
-                f"Of {len(rates)} learning rates with {count(ranks, 'rank')}, "
+                f"Of {len(rates)} learning rates with {plural(ranks, 'rank')}, "
                 f"{best['lr']:g} has the lowest final loss: {best['final_loss']:.4g}."
             )
     rows = best_scale_rows(result)
@@ -148,7 +149,7 @@ def _scale_sentences(result: Result) -> Iterator[str]:
     flags = f" with {flags_text(last)}" if "flags" in last else ""
     yield (
         f"{last['ranks']} ranks{flags} are {last['speedup']:.2f} times as fast as "
-        f"{count(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
+        f"{plural(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
     )
     name, share = largest_loss(last)
     if last.get("verdict"):
@@ -160,7 +161,7 @@ def _scale_sentences(result: Result) -> Iterator[str]:
 
 def _run_sentences(run: Run) -> Iterator[str]:
     numbers = key_numbers(run)
-    facts = [count(numbers.ranks, "rank")] if numbers.ranks else []
+    facts = [plural(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
     # For a scaling result, the summary already shows the median throughput of all repeats. Do not

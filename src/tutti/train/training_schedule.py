@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from tutti.measure.units import plural
 from tutti.parallel.layout import AXIS_OF, Layout, flag_of, layout_of, leave_out
 from tutti.train.recipe import Recipe
 from tutti.world.errors import UsageError
@@ -80,9 +81,9 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
     layout = layout_of(recipe.parallel.layout, ranks)
     _check_layout(recipe, layout)
     data_ranks = layout.data_ranks
-    ranks_text = f"{data_ranks} rank{'s' * (data_ranks > 1)}"
+    ranks_text = plural(data_ranks, "rank")
     if not layout.only_replicas:
-        ranks_text = f"{data_ranks} data rank{'s' * (data_ranks > 1)} of {layout}"
+        ranks_text = f"{plural(data_ranks, 'data rank')} of {layout}"
     accumulation, accumulation_reason = batching.accumulation or 1, ""
     if batching.accumulation is None and layout.pp > 1:
         # A pipeline with p ranks and m microbatches is idle for a fraction (p - 1) / (m + p - 1) of
@@ -112,7 +113,7 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> TrainingSchedule:
     total = epochs * epoch_samples + min(last_steps * global_batch, samples)
     peak_lr, lr_reason = _peak_lr(recipe, global_batch)
     reasons = {
-        "layout": f"a replica on each of {ranks} ranks",
+        "layout": f"a replica on {plural(ranks, 'rank')}",
         "global_batch": (
             f"batch {batching.batch} × {ranks_text} × accumulation {accumulation}"
             f"{accumulation_reason}"

@@ -126,9 +126,10 @@ def check_same(
         which = f"rank {different[0]} on {host}"
         if len(different) > 1:
             which = f"{name_ranks(different)} (rank {different[0]} is on {host})"
+        others = "the other rank" if count == 1 else f"the other {count} ranks"
         raise RanksDiffer(
-            f"the {item} of {which} differ{'s' * (item != 'parameters')} from the other {count} "
-            f"ranks, in {where}. {_CURES[item]}."
+            f"the {item} of {which} differ{'s' * (item != 'parameters')} from {others}, in "
+            f"{where}. {_CURES[item]}."
         )
 
 

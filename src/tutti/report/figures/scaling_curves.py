@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from tutti.measure.units import plural
 from tutti.report import plot
-from tutti.report.plot import Figure, Row, Table, column, count
+from tutti.report.plot import Figure, Row, Table, column
 from tutti.report.sources import Result
 from tutti.report.summary import learning_rate_rows, scale_rows
 
@@ -91,7 +92,7 @@ def _efficiency(
 
 
 def _losses(rows: list[Row]) -> Figure:
-    labels = [f"{count(row['ranks'], 'rank')} {row['variant']}".strip() for row in rows]
+    labels = [f"{plural(row['ranks'], 'rank')} {row['variant']}".strip() for row in rows]
     others = dict.fromkeys(key for row in rows for key in row.get("other") or {})
     causes = [f"{plot.NAMES[name]} %=100*loss.{name}?" for name in plot.LOSS_COLOURS]
     causes += [f"of other: {name} %=100*other.{name}?" for name in others]
@@ -134,7 +135,7 @@ def learning_rates(result: Result) -> Iterator[Figure]:
     curves = []
     for number, (ranks, group) in enumerate(by_ranks):
         rates, losses = column(group, "lr"), column(group, "final_loss?")
-        curves.append(plot.curve(count(ranks, "rank"), number, rates, losses, "%{x}: %{y:.4g}"))
+        curves.append(plot.curve(plural(ranks, "rank"), number, rates, losses, "%{x}: %{y:.4g}"))
     layout = {
         "xaxis": plot.log_axis("learning rate", column(rows, "lr")),
         "yaxis": plot.axis("loss"),
