@@ -240,6 +240,9 @@ INPUTS = {
             "rows of a wrong type": changed(RESULT, rows=3),
             "a row of a wrong type": changed(RESULT, rows=[3]),
             "a time of a wrong type": changed(RESULT, rows=[{**ROW, "time_us": "fast"}]),
+            "a p95 of a wrong type": changed(
+                RESULT, rows=[{**ROW, "time_us": {**TIME, "p95": "fast"}}]
+            ),
             "a time without spread": changed(RESULT, rows=[{**ROW, "time_us": {"p50": 9.0}}]),
             "a list": "[1, 2]",
             "deep": "[" * 100_000,

@@ -323,6 +323,7 @@ def test_a_run_with_missing_keys_loses_only_its_figures(tmp_path: Path) -> None:
 
 BENCH = {"schema": "tutti.bench.collectives/1"}
 RECORDED = json.loads((ROOT / "benchmarks/cpu_all_reduce_epyc2_20261115_run1.json").read_text())
+P95 = RECORDED["rows"][0] | {"time_us": {**RECORDED["rows"][0]["time_us"], "p95": "slow"}}
 WORD = RECORDED["rows"][0] | {"time_us": {"p50": "fast", "p95": 1, "min": 1, "cv": 0}}
 
 
@@ -333,6 +334,7 @@ WORD = RECORDED["rows"][0] | {"time_us": {"p50": "fast", "p95": 1, "min": 1, "cv
         ("text.json", BENCH | {"rows": "none"}, "wrong type"),
         ("number.json", BENCH | {"rows": [3]}, "wrong type"),
         ("word.json", RECORDED | {"rows": [WORD]}, "wrong type"),
+        ("p95.json", RECORDED | {"rows": [P95]}, "time_us.p95 is 'slow'"),
         ("empty.json", BENCH | {"rows": []}, "has nothing to report"),
         ("next.json", {"schema": "tutti.scale/99", "rows": []}, "tutti.scale/99"),
         ("train.json", {"schema": "tutti.train/1", "samples_per_s": "fast"}, "wrong type"),
@@ -440,7 +442,7 @@ def test_displayed_numbers_are_rounded() -> None:
     ("words", "expected"),
     [
         (["nowhere"], "nowhere does not exist"),
-        ([], "PATH"),
+        ([], "there is nothing to report. Add the path"),
         (["plain.json"], "has no tutti `schema`"),
         (["text.json"], "is not JSON"),
         (["."], "has nothing to report"),

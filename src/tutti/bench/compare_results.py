@@ -79,9 +79,19 @@ def read_results(flag: str, path: Path, bench: str | None = None) -> Content:
 def row_error(content: Content) -> str | None:
     """Return why the rows of a result cannot be read, or None if they can be read."""
     try:
+        check_types(content)
         return None if figures_of(content) else "has no figures"
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         return f"has an invalid row ({type(error).__name__}: {error})"
+
+
+def check_types(content: Content) -> None:
+    """Raise TypeError if a field of a row is not a number, unless it is one of the text fields."""
+    for rows, row in rows_of(content):
+        for name in (*rows["key"], *rows["figures"], *rows["others"]):
+            value = value_of(row, name)
+            if name not in RESULT_FIELDS["texts"] and not isinstance(value, int | float | None):
+                raise TypeError(f"{name} is {value!r}, expected a number")
 
 
 def bench_of(content: Content) -> str:

@@ -23,7 +23,7 @@ from tutti.report.figures import (
     training_curves,
 )
 from tutti.report.plot import plotly_data
-from tutti.report.sources import ReportSources, Run
+from tutti.report.sources import ReportSources, Run, wrong_type
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
@@ -91,7 +91,7 @@ def check_installed() -> None:
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
-                f"tutti report needs {package}, which is not installed. "
+                f"the page needs {package}, which is not installed. "
                 "Run pip install 'tutti-torch[report]'."
             )
 
@@ -175,10 +175,7 @@ def _without_damage(
         )
     except _WRONG_TYPE as error:
         path = next((part.path for part in _parts(source) if _fails(make, source, part)), what)
-        raise UsageError(
-            f"{path}: a value has a wrong type or form ({error}). Run the command that wrote the "
-            "file again"
-        ) from None
+        raise UsageError(wrong_type(path, error)) from None
 
 
 def _parts(source: Any) -> Sequence[Any]:

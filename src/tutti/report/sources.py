@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tutti.bench.compare_results import check_types
 from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.trace_file import is_merged
 from tutti.world.errors import UsageError
@@ -178,8 +179,21 @@ def _add_result(
         _check_summary(path, content)
         sources.runs.append(Run(path.stem, path, summary=content))
     else:
+        if schema.startswith("tutti.bench."):
+            try:
+                check_types(content)
+            except TypeError as error:
+                raise UsageError(wrong_type(path, error)) from None
         sources.results.append(Result(path.stem, path, schema, content))
     return schema
+
+
+def wrong_type(path: Path | str, error: Exception) -> str:
+    """Return the message for a file in which a value has a wrong type."""
+    return (
+        f"{path}: a value has a wrong type or form ({error}). Run the command that wrote the file "
+        "again"
+    )
 
 
 def _read_run(path: Path, sources: ReportSources) -> Run:
