@@ -18,7 +18,7 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "tutti bench needs a kind: collectives, "),
+        ([], "no kind of bench. Add one of collectives, "),
         (["colectives"], "no kind 'colectives': did you mean collectives?"),
         (["collectives", "--ops", "al_reduce"], "'al_reduce': did you mean all_reduce?"),
         (["collectives", "--backends", "goo"], "--backends has no 'goo': choose from gloo, shm, "),

@@ -128,6 +128,11 @@ def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(colum
         (["world", "--json", "/proc/x.json"], "--json /proc/x.json"),
         (["world", "--json", "/tmp"], "--json /tmp: is a directory"),
         (["world", "--ledger", "me"], "--ledger 'me' is not a number. See tutti world --help"),
+        (["parity", "--layouts", "dp2", "tp2"], "with commas, as in --layouts dp2,tp2"),
+        (["train", "--lr", "0.1", "0.2"], "'0.2' is not expected here. See tutti train --help"),
+        (["report"], "tutti report: there is nothing to report. Add the path"),
+        (["profile"], "tutti profile: there must be either a program or --trace"),
+        (["submit"], "tutti submit: the scheduler must be slurm or mpi"),
         (["bench", "compare", "a.json"], "NEW must be given. See tutti bench compare --help"),
     ],
 )

@@ -44,6 +44,7 @@ def test_a_file_changes_only_the_given_keys_of_its_base(tmp_path: Path) -> None:
         ('base = "gpt"\nlr = 1', "no key lr: did you mean optimization.lr"),
         ('base = "gpt"\n[length]\nlearning_rate = 1', "did you mean optimization.lr"),
         ('base = "gpt"\n[data]\nxyzzy = 1', "no key data.xyzzy: choose from dataset"),
+        ("[optimization]\nlr = 1", "there is no base. Begin the file with base = one of"),
         ('base = "gpt"\nranks = "two"', "ranks must be a int, got 'two'"),
         ('base = "gpt"\nranks = 0', "ranks must be at least 1, got 0"),
         ('base = "gpt"\n[optimisation]\nlr = 1', "no key optimisation: did you mean optimization"),

@@ -60,11 +60,9 @@ def main(arguments: list[str]) -> int:
         print(_USAGE.format(kinds=rows))
         return 0
     if not arguments or arguments[0].startswith("-"):
-        raise UsageError(f"tutti bench needs a kind: {', '.join(_KINDS)} (see --help)")
+        raise UsageError(f"there is no kind of bench. Add one of {', '.join(_KINDS)}.")
     if arguments[0] not in _KINDS:
-        raise UsageError(
-            f"tutti bench has no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}"
-        )
+        raise UsageError(f"there is no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}")
     if is_rank() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Until RankControl.stop_on_signals installs its handlers, Ctrl-C ends this rank at once.
         # Python's default handler raises KeyboardInterrupt, which the import of torch or a

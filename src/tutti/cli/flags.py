@@ -82,7 +82,7 @@ def parse(
         parsed: Flags = tyro.cli(kind, **options)
         _check_shared_flags(parsed)
         return parsed
-    raise UsageError(_one_line(errors.getvalue(), program, [flag.name for flag in flags]))
+    raise UsageError(_one_line(errors.getvalue(), program, flags, tyro_arguments))
 
 
 def _check_shared_flags(options: object) -> None:
@@ -325,7 +325,7 @@ def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _one_line(box: str, program: str, names: Sequence[str]) -> str:
+def _one_line(box: str, program: str, flags: Sequence[Flag], arguments: Sequence[str]) -> str:
     """Return tyro's error message as one line. For an unknown flag, suggest the closest flag.
 
     tyro prints its error message as a box of several lines.
@@ -358,9 +358,16 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
         return f"{text.rstrip('.')}. See {program} --help."
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
-        return f"{flag!r} is not expected here. See {program} --help."
+        # In `--layouts dp2 tp2`, the word after the value of a text flag belongs to a list.
+        texts = [flag.name for flag in flags if flag.usage.endswith(" TEXT")]
+        words = " ".join(arguments).replace("=", " ").split()
+        before = words[: words.index(flag)] if flag in words else []
+        hint = ""
+        if before[-2:-1] and before[-2] in texts:
+            hint = f": write a list with commas, as in {before[-2]} {before[-1]},{flag}"
+        return f"{flag!r} is not expected here{hint}. See {program} --help."
     # Compare names without leading dashes, because common dashes make any two flags similar.
-    bare = {name.lstrip("-"): name for name in names}
+    bare = {each.name.lstrip("-"): each.name for each in flags}
     bare_flag = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
     close = closest_name(bare_flag, bare)
     if close is None:  # find a flag that contains the word: --lr-sweep for --sweep

@@ -83,8 +83,8 @@ def main(arguments: list[str]) -> int:
         )
     if (options.trace is None) == (not command):
         raise UsageError(
-            "tutti profile needs either a program or --trace. Use tutti profile -- COMMAND to "
-            "record a program, or tutti profile --trace DIR to read traces."
+            "there must be either a program or --trace. Use tutti profile -- COMMAND to record a "
+            "program, or tutti profile --trace DIR to read traces."
         )
     if options.trace is not None:
         rows = _explain(options, options.trace)

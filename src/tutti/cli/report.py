@@ -32,7 +32,7 @@ class Report:
 def main(arguments: list[str]) -> int:
     options = parse(Report, "tutti report", arguments)
     if not options.paths:
-        raise UsageError("tutti report needs a run directory or a result file. Add its path.")
+        raise UsageError("there is nothing to report. Add the path of a run directory or a file.")
     first, *others = options.paths
     folder = Path() if others else first if first.is_dir() else first.parent
     out = options.out or folder / "report.html"

@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
         return 0
     kind = arguments[0] if arguments else ""
     if kind not in ("slurm", "mpi"):
-        raise UsageError(f"tutti submit must be followed by slurm or mpi, got {kind!r}")
+        raise UsageError(f"the scheduler must be slurm or mpi, got {kind!r}")
     flags, command = split_at_dashes(arguments[1:])
     program = f"tutti submit {kind}"
     options: Slurm | Mpi

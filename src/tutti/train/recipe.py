@@ -299,7 +299,8 @@ def read_recipe_and_ranks(name: str) -> tuple[Recipe, int | None]:
     base = content.pop("base", None)
     if base not in RECIPES:
         known = ", ".join(f'"{recipe}"' for recipe in RECIPES)
-        raise UsageError(f"--recipe {path}: base must be one of {known}, got {base!r}")
+        found = "there is no base" if base is None else f"{base!r} is not a recipe"
+        raise UsageError(f"--recipe {path}: {found}. Begin the file with base = one of {known}.")
     ranks = _checked(content.pop("ranks", _NONE), int | None, f"{path}: ranks")
     if ranks is not None and ranks < 1:
         raise UsageError(f"--recipe {path}: ranks must be at least 1, got {ranks}")
