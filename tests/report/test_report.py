@@ -121,6 +121,8 @@ def test_several_runs_are_listed_with_recipe_differences(two_ranks: Path, one_ra
 
     assert _column(table, "run") == ["two-ranks", "one-rank"]
     assert _column(table, "ranks") == [2, 1]
+    page = build_page(read_sources([two_ranks, one_rank]))
+    assert "The columns <code>step ms</code> and <code>computing %</code> are" in page
     assert differences.table.head == ["setting", "two-ranks", "one-rank"]
     assert [0.05, 0.1] in [list(row[1:]) for row in differences.table.rows]
     assert set(_column(differences, "setting")) == {"optimization.lr", "length.steps", "ranks"}

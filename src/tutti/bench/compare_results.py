@@ -81,8 +81,10 @@ def row_error(content: Content) -> str | None:
     try:
         check_types(content)
         return None if figures_of(content) else "has no figures"
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        return f"has an invalid row ({type(error).__name__}: {error})"
+    except KeyError as error:
+        return f"has a row without the key {error}"
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        return f"has an invalid row ({error})"
 
 
 def check_types(content: Content) -> None:

@@ -119,7 +119,7 @@ def build_page(sources: ReportSources) -> str:
     script = (folder / "page.js").read_text()
     library = get_plotlyjs()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(show=show, value=repr, picture=_svg_data_url, flags=_flags)
+    environment.filters.update(show=show, value=repr, picture=_svg_data_url, code=_code)
     return environment.from_string((folder / "page.html").read_text()).render(
         title=sources.title,
         style=Markup((folder / "page.css").read_text()),
@@ -246,11 +246,13 @@ def script_json(content: Any) -> str:
     return text
 
 
-def _flags(text: str) -> Any:
-    """Return escaped text with command-line flags in <code>, which the page does not wrap."""
+def _code(text: str) -> Any:
+    """Return escaped text with command-line flags and text in backticks in <code>."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"(?<![\w-])--[a-z][\w-]*", r"<code>\g<0></code>", str(escape(text))))
+    pattern = r"`([^`]+)`|(?<![\w-])(--[a-z][\w-]*)"
+    code = re.sub(pattern, lambda found: f"<code>{found[1] or found[2]}</code>", str(escape(text)))
+    return Markup(code)
 
 
 def _svg_data_url(svg: str) -> str:
