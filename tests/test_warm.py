@@ -24,7 +24,7 @@ print(json.dumps({
     "threads": [torch.get_num_threads(), threading.active_count()],
 }))
 """
-OF_THIS_WORLD = ("MASTER_PORT", "TUTTI_RUN_ID", "TUTTI_REPORT")
+OF_THIS_WORLD = ("MASTER_PORT", "TUTTI_RUN_ID", "TUTTI_REPORT", "TUTTI_OBSERVE_PID")
 
 
 def test_a_forked_rank_has_the_environment_of_a_new_interpreter(tmp_path: Path) -> None:

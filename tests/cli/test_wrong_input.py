@@ -23,6 +23,8 @@ COMMANDS: dict[str, list[str | None]] = {
     "predict": ["--run", "run", None],
     "export": ["--run", "run", "--to", "to", None],
     "run": [None, "script.py"],
+    "why": ["job", None],
+    "watch": ["job", None],
     "world": [None],
     "bench collectives": ["--ranks", "2", None],
     "bench bandwidth": ["--ranks", "2", None],
@@ -83,7 +85,7 @@ FOLDER_FLAGS = {
     "plan --out",
 }
 INPUT_FLAGS = {"--trace", "--from", "--run", "--prompts", "--file", "--data-dir"}
-INPUT_FLAGS |= {"--machine", "--cluster", "--calibration"}
+INPUT_FLAGS |= {"--machine", "--cluster", "--calibration", "--dumps"}
 WRONG_OUTPUTS = ("/proc/x", "script.py/x", "locked/x", "n" * 300)
 
 
@@ -105,7 +107,7 @@ ROW = {"op": "all_reduce", "backend": "shm", "ranks": 2, "bytes": 4, "time_us": 
 RESULT = {"schema": "tutti.bench.collectives/1", "rows": [ROW], "world": {"size": 2}}
 RULES = '[[expect]]\nop = "all_reduce"\nbusbw_gbs = { min = 1 }\n'
 PAIRS = "def one(setting):\n    pass\nPAIRS = [one]\n"
-CLUSTER = 'gpus = "16xH100"\nper_node = 8\nmemory_gb = 80\n'
+CLUSTER = 'gpus = "16xH100"\nper_node = 8\nmemory_gb = 80.5\n'
 CALIBRATION: dict[str, Any] = {
     "schema": "tutti.calibration/1",
     "environment": {"versions": {}, "cpu": "x"},
@@ -189,10 +191,10 @@ INPUTS = {
             "not a multiple": CLUSTER.replace("16", "17"),
             "GPUs of a wrong type": CLUSTER.replace('"16xH100"', "16"),
             "unknown key": CLUSTER.replace("memory_gb", "memory"),
-            "wrong type": CLUSTER.replace("80", '"80 GB"'),
-            "negative": CLUSTER.replace("80", "-80"),
-            "not finite": CLUSTER.replace("80", "nan"),
-            "infinite": CLUSTER.replace("80", "inf"),
+            "wrong type": CLUSTER.replace("80.5", '"80 GB"'),
+            "negative": CLUSTER.replace("80.5", "-80"),
+            "not finite": CLUSTER.replace("80.5", "nan"),
+            "infinite": CLUSTER.replace("80.5", "inf"),
             "no GPU per node": CLUSTER.replace("8\n", "0\n", 1),
             "key twice": f"{CLUSTER}memory_gb = 80\n",
         },

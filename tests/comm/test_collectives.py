@@ -250,7 +250,7 @@ def _mistakes(world: World) -> None:
     refused("uint16 cannot be reduced", lambda: comm.all_reduce(ints.to(torch.uint16)))
     refused(r"out has shape \[3\]", lambda: comm.all_reduce(floats, out=torch.ones(3)))
     refused("this rank itself", lambda: comm.send(ints, world.rank))
-    refused("group='all' must be a process group", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
+    refused("group='all' is not a process group", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
     refused("this rank is not in the group", lambda: comm.barrier(group=-100))  # type: ignore[arg-type]
     if world.size > 1:
         uneven = torch.ones(world.size + 1)

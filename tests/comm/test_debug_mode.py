@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_arrive_is_named_with_its_location() -> None:
     assert text.startswith("all_reduce of [2] float32, sum of group default, at ")
     assert "has waited 2 s to compare" in text and "rank 1 has not arrived (pid " in text
     assert "last barrier 1, done " in text and " in _elsewhere, seen " in text
-    assert "comm.debug(True) on every rank" in text
+    assert "comm.debug(True)" in text and "every rank" in text
 
 
 def test_debug_mode_is_off_by_default() -> None:

@@ -326,7 +326,7 @@ def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None
 
     root = Path(__file__).parent.parent.parent
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    (target,) = project["entry-points"]["torch.backends"].values()
+    target = project["entry-points"]["torch.backends"]["shm"]
     info = tmp_path / "shm_entry-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shm-entry\nVersion: 1\n")

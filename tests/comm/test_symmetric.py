@@ -181,7 +181,7 @@ def mistakes_are_named(heap: symmetric.Heap) -> None:
         for mistake, words in (
             (lambda: t.put(torch.zeros(11), to=0), "11 elements at 0 end beyond the tensor's 10"),
             (lambda: t.put(torch.zeros(5), to=0, at=6), "5 elements at 6"),
-            (lambda: t.put(torch.zeros(5, dtype=torch.int64), to=0), "float32, not torch.int64"),
+            (lambda: t.put(torch.zeros(5, dtype=torch.int64), to=0), "torch.float32.*torch.int64"),
             (lambda: t.put(torch.zeros(5), to=heap.size), f"rank {heap.size}"),
             (lambda: t.peer(-1), "rank -1"),
             (lambda: t.get(0, at=8, count=3), "3 elements at 8"),

@@ -245,7 +245,7 @@ def test_a_second_training_in_a_command_keeps_the_traces_of_the_first(
     assert paths == [tmp_path / "rank0.json.gz", None]
     assert _metadata(tmp_path)["steps"] == 1
     errors = capsys.readouterr().err
-    assert "rank0.json.gz exists" in errors and len(errors.splitlines()) == 1
+    assert "rank0.json.gz already exists" in errors and len(errors.splitlines()) == 1
 
 
 def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:

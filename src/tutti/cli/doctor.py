@@ -21,7 +21,7 @@ from tutti.machine.gpus import visible_gpu_count
 from tutti.machine.nics import interface_address
 from tutti.machine.recording import observe
 from tutti.measure.terminal import text_width
-from tutti.world.errors import START_TIMEOUT, UsageError
+from tutti.world.errors import START_TIMEOUT, UsageError, name_ranks
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import Identity, identify
 from tutti.world.liveness import local_address_towards
@@ -183,7 +183,7 @@ def _rendezvous(
 
 
 def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers:
-    from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
+    from tutti.world.exchange import RanksMissing, gather_json_from_store
 
     keys = (str(number) for number in itertools.count())
 

@@ -96,7 +96,7 @@ def _check_shared_flags(options: object) -> None:
             if isinstance(value, int) and not 0 <= value < 1 << 63:
                 limit = "not be negative" if value < 0 else f"be at most {(1 << 63) - 1}"
                 raise UsageError(f"--{name.replace('_', '-')} must {limit}, got {value}")
-    for name in {"start_timeout", "timeout"}.intersection(names):
+    for name in {"start_timeout", "timeout", "hang_after"}.intersection(names):
         if (value := getattr(options, name)) is not None:
             checked_seconds(f"--{name.replace('_', '-')}", value)
     for name, hint in get_type_hints(type(options), include_extras=True).items():

@@ -12,7 +12,7 @@ import tyro
 
 from tutti.cli.flags import OutputFolder, parse, split_at_command
 from tutti.observe.why import RunObserver
-from tutti.world.errors import HANG_AFTER, START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
+from tutti.world.errors import HANG_AFTER, START_TIMEOUT, TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
 
 
@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> int:
     flags, command = split_at_command(Run, arguments)
     options = parse(Run, "tutti run", flags)
     settings = dict(vars(options))
-    hang_after = checked_seconds("--hang-after", settings.pop("hang_after"))
-    observer = RunObserver(hang_after, options.log_dir) if settings.pop("observe") else None
+    observed, hang_after = settings.pop("observe"), settings.pop("hang_after")
+    observer = RunObserver(hang_after, options.log_dir) if observed else None
     return LocalWorld(python_command(command), observer=observer, **settings).run()
 
 

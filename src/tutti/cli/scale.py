@@ -41,7 +41,7 @@ from tutti.scale.scale_table import (
 )
 from tutti.train.recipe import Recipe
 from tutti.train.recipe_check import MANY_SAMPLES
-from tutti.train.training_schedule import make_schedule
+from tutti.train.training_schedule import check_numbers, make_schedule
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
@@ -168,7 +168,7 @@ def _scale_program(options: Scale, sizes: list[int], command: list[str]) -> int:
 def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     """Measure tutti train with these flags, and return the exit code."""
     # Check the user's flags first, before `extra_flags` adds flags to them.
-    _read_train_flags(flags, sizes[0])
+    check_numbers(_read_train_flags(flags, sizes[0])[0].settings)
     mode: Mode = options.mode or "strong"
     swept_flag, values = ("", []) if options.sweep is None else parse_sweep(options.sweep)
     if swept_flag == "lr":

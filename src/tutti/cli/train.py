@@ -38,7 +38,7 @@ from tutti.train.train_run import (
     start_run,
 )
 from tutti.train.training_schedule import check_numbers
-from tutti.world.errors import HANG_AFTER, UsageError, checked_seconds
+from tutti.world.errors import HANG_AFTER, UsageError
 from tutti.world.launchers import identify
 
 Summaries = dict[tuple[float, int], dict[str, Any]]  # keys are (learning rate, number of ranks)
@@ -123,7 +123,6 @@ class Train(WorldFlags):
 
 def main(arguments: list[str]) -> int:
     options, base = read_flags(arguments)
-    hang_after = checked_seconds("--hang-after", options.hang_after)
     starts_ranks = identify(os.environ).launcher == "python"
     if options.settings.parallel.layout == "auto":
         if not starts_ranks:
@@ -165,7 +164,7 @@ def main(arguments: list[str]) -> int:
     command = ["train", *arguments, "--out", str(directory)]
     from tutti.observe.why import RunObserver
 
-    observer = RunObserver(hang_after, directory) if options.observe else None
+    observer = RunObserver(options.hang_after, directory) if options.observe else None
     return options.start_ranks(command, ranks, grace=GRACE_SECONDS, observer=observer)
 
 

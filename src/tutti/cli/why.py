@@ -19,7 +19,7 @@ from tutti.observe.why import (
     job_of,
     take_snapshot,
 )
-from tutti.world.errors import UsageError, checked_seconds
+from tutti.world.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ def main(arguments: list[str]) -> int:
     options = parse(Why, "tutti why", arguments)
     if options.jobs:
         return _list_jobs()
-    hang_after = checked_seconds("--hang-after", options.hang_after)
     if options.dumps is not None:
         for flag in ("job", "hosts", "via"):
             if getattr(options, flag) is not None:
@@ -88,7 +87,7 @@ def main(arguments: list[str]) -> int:
             "TUTTI_OBSERVE=1 for its ranks. tutti why --jobs prints the recorded jobs."
         )
     hosts, via = hosts_of(folder, options.hosts, options.via)
-    explanation = explain_job(folder, hosts, via, hang_after=hang_after)
+    explanation = explain_job(folder, hosts, via, hang_after=options.hang_after)
     return _show(options, explanation, folder.name)
 
 

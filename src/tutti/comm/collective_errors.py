@@ -20,8 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from tutti.comm import ledger, operation, shm
 from tutti.comm.ledger import ProcessLedger
 from tutti.comm.operation import CommGroup, Operation
-from tutti.world.errors import RanksDiffer
-from tutti.world.exchange import name_ranks
+from tutti.world.errors import RanksDiffer, name_ranks
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 # Errors of the shm backend already name late ranks and mismatched calls. These patterns recognize

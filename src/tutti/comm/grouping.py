@@ -16,8 +16,7 @@ from tutti.comm import ledger, operation
 from tutti.comm.backend_calls import issue
 from tutti.comm.collectives import all_gather
 from tutti.comm.operation import Handle, Operation, current_block, send
-from tutti.world.errors import UsageError
-from tutti.world.exchange import name_ranks
+from tutti.world.errors import UsageError, name_ranks
 
 # Operations with more bytes are sent separately, because copying their data into a flat message
 # costs more time than it saves.

@@ -30,8 +30,7 @@ from typing import Any
 from tutti.measure.files import write_atomically
 from tutti.observe import ring_reader
 from tutti.observe.ring_reader import ENDED, FAILED, RUNNING, Operation, Process, user_frame
-from tutti.world.errors import HANG_AFTER, UsageError
-from tutti.world.exchange import name_ranks
+from tutti.world.errors import HANG_AFTER, UsageError, name_ranks
 from tutti.world.launchers import expand_hosts
 
 SCHEMA = "tutti.why/1"

@@ -238,18 +238,26 @@ def read_cluster(path: Path, per_node: int | None = None) -> Cluster:
             near = closest_name(key, allowed) or ", ".join(allowed)
             raise UsageError(f"--cluster {path}: the key {key!r} is unknown: use {near}")
         if key in numbers and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
         ):
             raise UsageError(f"--cluster {path}: {key} must be a positive number, got {value!r}")
     if not isinstance(content.get("gpus"), str):
         raise UsageError(f'--cluster {path} needs the key gpus, such as gpus = "16xH100"')
     nodes = content.get("per_node")
-    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int)):
-        raise UsageError(f"--cluster {path}: per_node must be a whole number, got {nodes!r}")
-    if all(key in content for key in _NEEDED):
-        cluster = _unlisted_cluster(content, per_node or nodes)
-    else:
-        cluster = parse_gpus(content["gpus"], per_node or nodes)
+    if nodes is not None and (type(nodes) is not int or nodes < 1):
+        raise UsageError(
+            f"--cluster {path}: per_node must be a whole number of at least 1, got {nodes!r}"
+        )
+    listed = not all(key in content for key in _NEEDED)
+    try:
+        if listed:
+            cluster = parse_gpus(content["gpus"], per_node or nodes)
+        else:
+            cluster = _unlisted_cluster(content, per_node or nodes)
+    except UsageError as error:
+        raise UsageError(f"--cluster {path}: {error}") from None
     changed: dict[str, Any] = {}
     for key, (name, unit) in numbers.items():
         if key in content and name:

@@ -22,7 +22,7 @@ from tutti.train.recipe_check import (
     check_model_and_data,
     check_techniques_of,
 )
-from tutti.train.training_schedule import make_schedule
+from tutti.train.training_schedule import check_numbers, make_schedule
 from tutti.world.errors import UsageError
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "int64": "int64", "uint8": "uint8"}
@@ -62,6 +62,7 @@ def check_planned(
 
     recipe: the result of `as_planned`. given: the flags whose values the search does not change.
     """
+    check_numbers(recipe)
     text = recipe.parallel.layout
     layout = None if text in (None, "auto") else Layout.parse(str(text))
     for cluster in clusters:

@@ -15,6 +15,11 @@ TIMEOUT = 600.0
 HANG_AFTER = 60.0
 
 
+def name_ranks(ranks: list[int]) -> str:
+    """Return a list of ranks as text, such as `rank 3` or `ranks 1, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 class UsageError(Exception):
     """A mistake that the user can correct, such as a wrong flag or environment variable.
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.world.errors import RanksDiffer
+from tutti.world.errors import RanksDiffer, name_ranks
 
 if TYPE_CHECKING:
     from tutti.world.world import World
@@ -43,11 +43,6 @@ class RanksMissing(Exception):
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(f"rank {', '.join(map(str, ranks))} wrote no value")
         self.ranks = ranks
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """Return a list of ranks as text, such as `rank 3` or `ranks 1, 2`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def gather_json_from_store(

@@ -15,8 +15,14 @@ import torch
 import torch.distributed as dist
 
 from tutti.world import liveness, placement
-from tutti.world.errors import START_TIMEOUT, TIMEOUT, RanksDiffer, UsageError, checked_seconds
-from tutti.world.exchange import name_ranks
+from tutti.world.errors import (
+    START_TIMEOUT,
+    TIMEOUT,
+    RanksDiffer,
+    UsageError,
+    checked_seconds,
+    name_ranks,
+)
 from tutti.world.failure import FailureHandler, print_usage_errors
 from tutti.world.launchers import identify
 from tutti.world.rendezvous import (

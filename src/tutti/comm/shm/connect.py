@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from tutti.comm.ledger import record_location
 from tutti.comm.shm import native, registration
-from tutti.world.errors import UsageError
-from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
+from tutti.world.errors import UsageError, name_ranks
+from tutti.world.exchange import RanksMissing, gather_json_from_store
 
 # The host, pid, fd and token of a rank's probe: a memfd that peers try to open.
 ProbeInfo = dict[str, Any]

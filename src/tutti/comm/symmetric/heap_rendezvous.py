@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 
 from tutti.comm.shm.native import PeerDied, PeerLeft
 from tutti.machine.environment import boot_id
-from tutti.world.errors import RanksDiffer, UsageError
-from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
+from tutti.world.errors import RanksDiffer, UsageError, name_ranks
+from tutti.world.exchange import RanksMissing, gather_json_from_store
 
 
 class Timeout(TimeoutError):
