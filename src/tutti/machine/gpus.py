@@ -372,6 +372,43 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
     )
 
 
+def read_gpu_load(library: Any) -> list[dict[str, Any]]:
+    """Return what each GPU of this host does now. `library` is the NVML library, or None.
+
+    A value is None if the driver does not report it. `pids` are the processes that use the GPU.
+    """
+    rows: list[dict[str, Any]] = []
+    host = _Query(library, {}, "", ())
+    for index in range(0 if library is None else host("", "Count") or 0):
+        handle = host("", "HandleByIndex", index)
+        if handle is None:
+            continue
+        gpu = host.part("", handle)
+        rates, memory, power = (
+            gpu("", "UtilizationRates"),
+            gpu("", "MemoryInfo"),
+            gpu("", "PowerUsage"),
+        )
+        traffic = [gpu("", "PcieThroughput", way) for way in (0, 1)]  # KB/s sent and received
+        clocks = _read_clocks(gpu)
+        rows.append(
+            {
+                "index": index,
+                "name": gpu("", "Name") or "unknown",
+                "utilisation": rates and rates.gpu / 100,
+                "memory_bytes": memory and int(memory.used),
+                "power_w": None if power is None else power / 1000,
+                "temperature_c": gpu("", "Temperature", 0),
+                "sm_mhz": clocks.sm_mhz,
+                "max_sm_mhz": clocks.max_sm_mhz,
+                "throttle": list(clocks.throttle or ()),
+                "pcie_bytes_per_s": None if None in traffic else 1000 * sum(traffic),
+                "pids": [each.pid for each in gpu("", "ComputeRunningProcesses") or ()],
+            }
+        )
+    return rows
+
+
 def _flag(value: int | None) -> bool | None:
     return None if value is None else bool(value)
 

@@ -248,7 +248,7 @@ class StepTable:
 
     numbers: tuple[int, ...]
     ranks: tuple[int, ...]
-    parts: "np.ndarray[Any, np.dtype[np.float64]]"
+    parts: "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 
     def latest(self) -> "StepTable":
         """Return the steps that statements about ranks are based on, or no steps if too few."""
@@ -340,7 +340,7 @@ def find_stragglers(table: StepTable) -> list[Straggler]:
         late, period = excess[:, i] > middle[i] / 2, None
         is_steady = late.mean() >= _MIN_LATE and middle[i] >= least
         if not is_steady or middle[i] <= _SIGMAS * max(scatter[i], between):
-            late, period = _periodic(excess[:, i], least)
+            late, period = _periodic(np.array(table.numbers), excess[:, i], least)
             if period is None:
                 continue
         longer = [_longer(table.parts[late][:, :, part], i) for part in _OWN]
@@ -376,13 +376,14 @@ def _longer(part: Any, rank: int) -> float:
     return float(np.median((part - _median_of_others(part))[:, rank]))
 
 
-def _periodic(excess: Any, least: float) -> tuple[Any, int | None]:
+def _periodic(numbers: Any, excess: Any, least: float) -> tuple[Any, int | None]:
     """Return (which steps are late, period), or the period None."""
     count = len(excess)
-    # One of the last three long steps is probably not long by chance.
-    for anchor in np.flatnonzero(excess > least)[-3:]:
+    # One of the five longest steps is probably not long by chance.
+    longest = np.argsort(excess)[-5:]
+    for anchor in longest[excess[longest] >= least]:
         for period in range(2, count // _MIN_TIMES + 1):
-            late = np.arange(count) % period == anchor % period
+            late = numbers % period == numbers[anchor] % period
             half = float(np.median(excess[late])) / 2
             if (
                 2 * half >= least
