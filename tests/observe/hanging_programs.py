@@ -307,6 +307,8 @@ class Model(nn.Module):
 
 def plant(fault: str, rank: int, step: int) -> None:
     time.sleep(0.02 + sum(SLOW))
+    if fault == "pauses" and step % 4 == 0 and rank == 0:
+        time.sleep((0.5, 1.0, 2.0)[step // 4 % 3])
     if step == FAULT_STEP and fault in ANYWHERE | PLAIN:
         (ANYWHERE | PLAIN)[fault][0](rank)
 

@@ -13,16 +13,18 @@ causes in this order, from the most certain to the least certain:
 6. an operation that all ranks have entered but which does not complete: the network
 """
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,7 +95,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    folder: Path, hosts: Sequence[str] = (), via: str = "ssh {host}", timeout: float = 3.0
+    folder: Path, hosts: Sequence[str] = (), via: str = "ssh {host}", timeout: float = 5.0
 ) -> Snapshot:
     """Read all rings of a job on this host, and on other hosts through the command `via`.
 
@@ -126,7 +128,8 @@ def take_snapshot(
             found = [Process.from_json(row) for row in rows]
             processes += [each for each in found if (each.host, each.pid) not in known]
         except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             silent.append(host)
     processes.sort(key=lambda each: (each.worker, each.rank))
@@ -166,12 +169,18 @@ def explain_job(
     *,
     hang_after: float = HANG_AFTER,
     pause: float = 1.2,
+    timeout: float = 5.0,
 ) -> Explanation:
-    """Take two snapshots of a job and explain them."""
-    first = take_snapshot(folder, hosts, via)
+    """Take two snapshots of a job and explain them.
+
+    A host that does not answer within `timeout` seconds is asked only once.
+    """
+    first = take_snapshot(folder, hosts, via, timeout)
     if any(process.alive for process in first.processes):
         time.sleep(pause)
-    return explain(first, take_snapshot(folder, hosts, via), hang_after)
+    answering = [host for host in hosts if host not in first.silent_hosts]
+    second = take_snapshot(folder, answering, via, timeout)
+    return explain(first, replace(second, silent_hosts=first.silent_hosts), hang_after)
 
 
 # -- the explanation -------------------------------------------------------------------------------
