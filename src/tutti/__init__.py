@@ -60,9 +60,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'tutti' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
     if name == "init":  # the room `world` cannot import the room `observe`
-        from tutti.observe.recorder import recorded
-
-        return recorded(value)
+        return import_module("tutti.observe.recorder").recorded(value)
     return value
 
 
