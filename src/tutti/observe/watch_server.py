@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             (
                 "Content-Security-Policy",
                 "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-                "connect-src 'self'; base-uri 'none'; form-action 'none'",
+                "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'",
             ),
         ):
             self.send_header(name, value)
@@ -158,18 +158,18 @@ class _Handler(BaseHTTPRequestHandler):
 def data(watch: JobWatch, query: dict[str, str]) -> dict[str, Any]:
     """Return the state and the history that the page draws. Raise ValueError for a wrong query.
 
-    `first` and `last` limit the steps, `columns` is the largest number of steps or samples, and
+    The history has the `span` steps up to `last`. `columns` is the largest number of columns, and
     `value` is a part of the step, `own`, `step` or `made_wait`. With `step`, the answer has the
     parts of all ranks in this step, or in the steps that were averaged with it.
     """
     value, columns = query.get("value", "own"), int(query.get("columns", "300"))
-    first, last = (float(query.get(name, default)) for name, default in _RANGE)
+    last, span = float(query.get("last", "inf")), float(query.get("span", "inf"))
     if value not in ("own", "step", *STEP_COLUMNS) or not 1 <= columns <= _MAX_COLUMNS:
         raise ValueError(f"value={value}, columns={columns} is not known")
     with watch.lock:
-        steps, rows = watch.steps.window(first, last, columns)
-        times, samples = watch.samples.window(0, math.inf, columns)
         limits = watch.steps.limits()
+        steps, rows = watch.steps.window(min(last, limits[1]) - span + 1, last, columns)
+        times, samples = watch.samples.window(0, math.inf, columns)
         state = watch.state
         wanted = float(query.get("step", "nan"))  # no position is >= NaN
         numbers, parts = watch.steps.window(wanted, math.inf, 1 << 30)
@@ -190,9 +190,6 @@ def data(watch: JobWatch, query: dict[str, str]) -> dict[str, Any]:
         rows_of_step = [dict(zip(STEP_COLUMNS, row.tolist(), strict=True)) for row in parts[0]]
         found["detail"] = {"step": numbers[0], "parts_s": rows_of_step}
     return found
-
-
-_RANGE = (("first", "0"), ("last", "inf"))
 
 
 def _value_of(rows: Any, value: str) -> Any:
