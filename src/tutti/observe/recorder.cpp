@@ -482,6 +482,32 @@ void complete(Ring* ring, uint32_t slot, uint64_t number, bool failed) {
   ring->header.completed.fetch_add(1, std::memory_order_relaxed);
 }
 
+// Operations whose Work has no future: the sends and receives of gloo. The sampling thread asks them
+// whether they have completed. A weak pointer does not extend the life of the tensors. If nobody
+// holds the Work any more, the call that waited for it has returned.
+struct Unfinished {
+  c10::weak_intrusive_ptr<c10d::Work> work;
+  uint32_t slot;
+  uint64_t number;
+};
+// These two are never destroyed, because the sampling thread may use them while the process ends.
+std::mutex& g_unfinished_mutex = *new std::mutex;
+std::vector<Unfinished>& g_unfinished = *new std::vector<Unfinished>;
+
+void complete_finished(Ring* ring) {
+  std::lock_guard<std::mutex> lock(g_unfinished_mutex);
+  for (size_t i = 0; i < g_unfinished.size();) {
+    c10::intrusive_ptr<c10d::Work> work = g_unfinished[i].work.lock();
+    if (work && !work->isCompleted()) {
+      ++i;
+      continue;
+    }
+    complete(ring, g_unfinished[i].slot, g_unfinished[i].number, false);
+    std::swap(g_unfinished[i], g_unfinished.back());
+    g_unfinished.pop_back();
+  }
+}
+
 void record_operation(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
                                                         c10::DispatchKey::BackendSelect);
@@ -546,17 +572,20 @@ void record_operation(const c10::OperatorHandle& handle, c10::DispatchKeySet key
   }
   // On CUDA the future of a Work says when the kernel was enqueued, not when it has completed.
   if (!on_host || !stack->back().isCustomClass()) return;
+  auto work = stack->back().toCustomClass<c10d::Work>();
+  if (!work) return;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
-    auto work = stack->back().toCustomClass<c10d::Work>();
-    auto future = work ? work->getFuture() : nullptr;
-    if (future) {
-      future->addCallback([ring, slot, number](c10::ivalue::Future& done) {
-        complete(ring, slot, number, done.hasError());
-      });
-    } else if (work && work->isCompleted()) {
-      complete(ring, slot, number, false);
-    }
-  } catch (...) {  // a backend without futures: the state stays kEntered
+    future = work->getFuture();
+  } catch (...) {  // this kind of Work has no future
+  }
+  if (future) {
+    future->addCallback([ring, slot, number](c10::ivalue::Future& done) {
+      complete(ring, slot, number, done.hasError());
+    });
+  } else {
+    std::lock_guard<std::mutex> lock(g_unfinished_mutex);
+    g_unfinished.push_back({c10::weak_intrusive_ptr<c10d::Work>(work), slot, number});
   }
 }
 
@@ -716,6 +745,7 @@ void sample_until_stopped(Ring* ring) {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the threads of the program
   pthread_setname_np(pthread_self(), "tutti-recorder");
   while (!g_stop.load() && ring == g_ring) {
+    complete_finished(ring);
     take_samples(ring);
     for (int i = 0; i < 10 && !g_stop.load(); ++i) usleep(50000);
   }
