@@ -4,11 +4,13 @@ import http.server
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -459,31 +461,41 @@ def test_planted_delays_of_real_ranks_are_named(tmp_path: Path) -> None:
                 assert [(s.rank, s.cause, s.period) for s in late] == [(rank, cause, period)]
                 assert late[0].seconds == pytest.approx(measured, rel=0.15)
 
-        # In a pipe: a line per look at the job. The job is killed meanwhile, and the view ends.
-        command = ["-m", "tutti", "watch", rings.name, "--every", "0.2"]
-        touched = tmp_path / "alert; touch no"
-        save = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"w\").write(sys.argv[2])' "
-        command += ["--alert-command", f"{save} '{touched}' {{text}}", "--webhook", url]
-        command += ["--json", str(tmp_path / "watch.json")]
+        # In a pipe: a line per look at the job. With a page, the view ends with Ctrl-C.
+        command = ["-m", "tutti", "watch", rings.name, "--every", "0.2", "--page"]
         with start_warm(command) as view:
             assert view.stdout is not None and view.stderr is not None
-            line = view.stdout.readline() or view.stderr.read()
+            page = view.stdout.readline()
+            assert page.startswith("page: http://127.0.0.1:"), page or view.stderr.read()
+            line = view.stdout.readline()
             assert line.startswith(f"step {steps}  ") and "late: rank 1" in line, line
+            address = page.split()[1].replace("/?", "/metrics?")
+            with urllib.request.urlopen(address, timeout=20) as answer:
+                metrics = answer.read().decode()
+            assert f'tutti_rank_up{{job="{rings.name}",rank="2"' in metrics
             for process in ring_reader.read_job(rings, 0, 0):
                 os.kill(process.pid, signal.SIGKILL)
+            while "failed" not in line:
+                line = view.stdout.readline()
+            view.send_signal(signal.SIGINT)
             out, err = view.communicate(timeout=60)
-        assert view.returncode == 0 and "Traceback" not in err, err
-        assert "failed" in out and "late: spends" in out, out
-        assert re.search(r"alert: rank 1 spends .* ms longer in garbage collection", err), err
+        assert view.returncode == 0 and "late: spends" in out, err
+        text = r"tutti watch: alert: rank 1 spends .* ms longer in garbage collection.*\n"
+        assert re.fullmatch(text, err), err
+
+        # The rings of the dead job can still be opened. Alerts go to a command and a webhook.
+        touched = tmp_path / "alert; touch no"
+        save = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+        save_alert = shlex.join([sys.executable, "-c", save, str(touched), "{text}"])
+        outlets = ["--alert-command", save_alert, "--webhook", url]
+        again = run_tutti("watch", rings.name, *outlets, "--json", tmp_path / "watch.json")
+        assert again.returncode == 0 and again.stdout.startswith(f"step {steps}  failed")
         alert = touched.read_text()
         assert alert.startswith("rank 1 spends") and posted[0]["text"] == alert
         assert posted[0]["kind"] == "straggler" and posted[0]["job"] == rings.name
         state = json.loads((tmp_path / "watch.json").read_text())
         assert state["state"] == "failed" and state["stragglers"][0]["rank"] == 1
-
-        # The rings of the dead job can still be opened.
-        again = run_tutti("watch", rings.name)
-        assert again.returncode == 0 and again.stdout.startswith(f"step {steps}  failed")
+        assert len(state["events"]) >= RANKS["gloo"] and state["schema"] == "tutti.watch/1"
 
 
 def test_wrong_usage_is_one_line_and_exit_code_two(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def main(arguments: list[str]) -> int:
             # Ctrl-C is how a person ends the view, so it is no error.
             with contextlib.suppress(KeyboardInterrupt):
                 _show(watch, server, every)
+            if watch.state:
+                console().print(_rank_table(watch, watch.state, len(watch.state["ranks"])))
     finally:
         if options.json is not None and watch.state:
             write_json(options.json, SCHEMA, finite(watch.state))
@@ -153,13 +155,14 @@ def _show(watch: JobWatch, server: WatchServer | None, every: float) -> None:
     if sys.stdout.isatty():
         from rich.live import Live
 
-        with Live(console=console(), auto_refresh=False, transient=True) as live:
+        on = console()
+        # With redirect_stdout, sys.stdout would have no encoding meanwhile.
+        with Live(console=on, auto_refresh=False, transient=True, redirect_stdout=False) as live:
             for _ in _polls(watch, server, every):
-                live.update(_screen(watch, server, live.console.height), refresh=True)
+                live.update(_screen(watch, server, on.height), refresh=True)
     else:
         for state in _polls(watch, server, every):
             print(_printable(_line(state)), flush=True)
-    console().print(_rank_table(watch, watch.state, len(watch.state["ranks"])))
 
 
 def _polls(watch: JobWatch, server: WatchServer | None, every: float) -> Iterator[dict[str, Any]]:

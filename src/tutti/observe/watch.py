@@ -281,7 +281,7 @@ class JobWatch:
             "ranks": self._rank_rows(ranks, stragglers),
             "stragglers": stragglers,
             "gpus": gpus,
-            "host": self._host_load(now),
+            "host": self._host_load(),
         }
 
     def _rates(
@@ -355,9 +355,9 @@ class JobWatch:
                 )
         return rows
 
-    def _host_load(self, now: float) -> dict[str, Any]:
+    def _host_load(self) -> dict[str, Any]:
         """Return CPU use, memory and network traffic of this host since the last poll."""
-        cpus = allowed_cpus()
+        cpus, now = allowed_cpus(), time.monotonic()
         sums = {"cpu": busy_seconds(cpus) or 0.0}
         for line in _text("/proc/net/dev").splitlines()[2:]:
             name, _, values = line.partition(":")
@@ -371,7 +371,7 @@ class JobWatch:
         free = re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo"))
         return {
             "name": os.uname().nodename,
-            "cpu": None if busy is None else busy / len(cpus),
+            "cpu": None if busy is None else min(1.0, busy / len(cpus)),
             "memory_available_bytes": int(free[1]) * 1024 if free else None,
             "network_bytes_per_s": rates,
         }
