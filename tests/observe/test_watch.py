@@ -12,9 +12,10 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from tutti.observe.watch_history import (
     loss_spike,
     slower_than_before,
 )
+from tutti.observe.watch_server import prometheus_text
 from worlds import run_tutti, start_warm
 
 # -- made-up jobs ----------------------------------------------------------------------------------
@@ -263,6 +265,48 @@ def test_alerts_are_raised_once_for_each_cause() -> None:
     assert [alert.kind for alert in starving.alerts] == ["input"]
 
 
+class _Nvml:
+    """Two GPUs. The second one runs at half of its clock, because its power is capped."""
+
+    nvmlDeviceGetCount = staticmethod(lambda: 2)
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: index)
+    nvmlDeviceGetName = staticmethod(lambda gpu: "GPU")
+    nvmlDeviceGetUtilizationRates = staticmethod(lambda gpu: SimpleNamespace(gpu=90))
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda gpu: SimpleNamespace(used=1 << 30))
+    nvmlDeviceGetPowerUsage = staticmethod(lambda gpu: 700_000)
+    nvmlDeviceGetTemperature = staticmethod(lambda gpu, sensor: 60 + gpu)
+    nvmlDeviceGetPcieThroughput = staticmethod(lambda gpu, way: 1000)
+    nvmlDeviceGetClockInfo = staticmethod(lambda gpu, kind: 1980 // (1 + gpu))
+    nvmlDeviceGetMaxClockInfo = staticmethod(lambda gpu, kind: 1980)
+    nvmlDeviceGetCurrentClocksEventReasons = staticmethod(lambda gpu: 4 * gpu)
+
+    @staticmethod
+    def nvmlDeviceGetComputeRunningProcesses(gpu: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=100 + gpu)]
+
+
+def test_the_load_of_gpus_is_shown_and_a_slow_gpu_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tutti.observe.watch.nvml", lambda: nullcontext(_Nvml))
+    compute = np.full((60, 2), 0.08)
+    compute[:, 1] += 0.05
+    job = data_parallel_job(compute)
+    here = {"host": os.uname().nodename}
+    job = [replace(each, pid=100 + each.rank, **here) for each in job]
+    job = [
+        replace(each, operations=tuple(replace(o, thread=each.pid) for o in each.operations))
+        for each in job
+    ]
+    watch = watched([job])
+    (late,) = watch.state["stragglers"]
+    gpu = watch.state["gpus"][1]
+    assert (gpu["power_w"], gpu["temperature_c"], gpu["throttle"]) == (700, 61, ["sw_power_cap"])
+    assert gpu["utilisation"] == 0.9 and gpu["pcie_bytes_per_s"] == 2e6
+    assert late["reason"] == "gpu_throttled" and "990 of 1980 MHz" in late["text"]
+    assert 'tutti_gpu_power_w{job="",gpu="1"} 700' in prometheus_text(watch.state)
+
+
 def test_throughput_is_compared_with_the_past_of_the_job() -> None:
     def lengths(*parts: tuple[int, float]) -> list[tuple[float, float]]:
         seconds = [length for count, length in parts for _ in range(count)]
@@ -334,6 +378,15 @@ def test_history_keeps_means_of_old_rows() -> None:
     assert history.window(6000, 7000, 10)[0] == []
 
 
+def test_a_job_without_progress_is_called_stalled() -> None:
+    """An evaluation makes no steps, but enters operations or changes phases."""
+    quiet = {"step_age": 100.0, "phase_age": 100.0, "time": 1000.0}
+    hanging = [replace(each, **quiet) for each in data_parallel_job(np.full((30, 2), 0.1))]
+    assert watched([hanging]).state["state"] == "stalled"
+    for alive in ({"phase_age": 1.0}, {"step_age": 1.0}, {"time": 110.0}):
+        assert watched([[replace(hanging[0], **alive), hanging[1]]]).state["state"] == "running"
+
+
 def test_a_job_whose_records_are_removed_has_ended() -> None:
     job = data_parallel_job(np.full((30, 2), 0.1))
     watch = watched([job, []])
@@ -349,8 +402,8 @@ def test_a_job_whose_records_are_removed_has_ended() -> None:
 
 PHASES: dict[str, list[tuple[str, int, int, int]]] = {
     "gloo": [
-        *(("none", 0, 180, 0), ("input", 1, 50, 80), ("compute", 2, 55, 70)),
-        *(("periodic", 0, 180, 80), ("collection", 1, 45, 0)),
+        *(("none", 0, 180, 0), ("input", 1, 45, 80), ("compute", 2, 50, 70)),
+        *(("periodic", 0, 140, 80), ("collection", 1, 45, 0)),
     ],
     "shm": [("compute", 1, 55, 70), ("input", 0, 50, 90)],
 }

@@ -247,7 +247,7 @@ def _screen(watch: JobWatch, server: WatchServer | None, height: int) -> "Group"
     for gpu in state["gpus"][:8]:
         lines.append(Text(_gpu_text(gpu), style="dim"))
     if state["state"] == "stalled":
-        lines.append(Text(f"no step for a while: tutti why {state['job']}", style="yellow"))
+        lines.append(Text(f"no progress: tutti why {state['job']}", style="yellow"))
     below = [
         Text(_printable(f"alert: {each['text']}"), style="red") for each in state["alerts"][-3:]
     ]

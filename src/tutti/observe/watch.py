@@ -44,7 +44,7 @@ from tutti.observe.watch_history import (
     slower_than_before,
 )
 from tutti.observe.why import take_snapshot
-from tutti.world.errors import name_ranks
+from tutti.world.errors import HANG_AFTER, name_ranks
 
 SCHEMA = "tutti.watch/1"
 # Columns of the history of steps (for each rank) and of samples (for the job).
@@ -253,7 +253,7 @@ class JobWatch:
     ) -> dict[str, Any]:
         states = {_state_of(process) for process in ranks}
         state = next((s for s in ("running", "failed") if s in states), "ended")
-        if state == "running" and min(p.step_age for p in ranks if p.alive) > self._patience():
+        if state == "running" and min(map(_quiet_seconds, ranks)) > self._patience():
             state = "stalled"
         step = min((p.steps for p in ranks if p.steps), default=0)
         metrics = self._metrics.latest.get(0, {}) if self._metrics else {}
@@ -309,9 +309,9 @@ class JobWatch:
         return rates
 
     def _patience(self) -> float:
-        """Return after how many seconds without a step the job is called stalled."""
+        """Return after how many seconds without progress the job is called stalled."""
         lengths = [length for _, length in list(self._lengths)[-WINDOW_STEPS:]]
-        return max(10.0, 10 * median(lengths)) if lengths else 60.0
+        return max(HANG_AFTER, 10 * median(lengths or [0.0]))
 
     def _rank_rows(
         self, ranks: list[Process], stragglers: list[dict[str, Any]]
@@ -498,6 +498,12 @@ def _state_of(process: Process) -> str:
     if process.exit_state == ENDED:
         return "ended"
     return "running" if process.alive else "failed"
+
+
+def _quiet_seconds(process: Process) -> float:
+    """Return for how long a rank has made no step, changed no phase and entered no operation."""
+    last = max((max(each.entered, each.completed) for each in process.operations), default=0.0)
+    return min(process.step_age, process.phase_age, process.time - last)
 
 
 def _ended(process: Process) -> Process:
