@@ -51,7 +51,7 @@ def test_dir_lists_the_public_names() -> None:
 @pytest.mark.parametrize(
     ("words", "candidates"),
     [
-        (["w"], ["world"]),
+        (["wo"], ["world"]),
         (["--ver"], ["--version"]),
         (["bench", "c"], ["collectives", "compare"]),
         (["submit", ""], ["slurm", "mpi", "--help"]),

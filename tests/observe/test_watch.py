@@ -223,8 +223,10 @@ def test_a_late_rank_is_named_with_its_cause(seed: int, ranks: int, part: str) -
 def test_every_nth_step_is_named_with_its_period(seed: int, period: int, ranks: int) -> None:
     random = np.random.default_rng(seed)
     own = 0.02 * random.lognormal(0, 0.3, (300, ranks))
-    own[int(random.integers(period)) :: period, 1] += 0.1
-    own[random.integers(300, size=4), 0] += 0.2  # the scheduler delays another rank at random
+    first = int(random.integers(period))
+    own[first::period, 1] += 0.1
+    # The scheduler delays another rank in a few other steps.
+    own[(first + 1 + period * random.integers(300 // period - 1, size=4)), 0] += 0.2
     found = next(each for each in find_stragglers(table(own)) if each.rank == 1)
     assert found.period == period
     assert found.seconds == pytest.approx(0.1, rel=0.15)
