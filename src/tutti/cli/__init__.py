@@ -23,6 +23,7 @@ COMMANDS = {
     "predict": ("tutti.cli.predict", "predict a dataset, or generate text from prompts"),
     "export": ("tutti.cli.export", "write the weights of a run for other programs"),
     "run": ("tutti.cli.run", "start any script as local ranks, like torchrun"),
+    "why": ("tutti.cli.why", "explain a job that hangs or has died"),
     "watch": ("tutti.cli.watch", "show a running job live: steps, late ranks, alerts"),
     "world": ("tutti.cli.world", "show the host, device and backend of every rank"),
     "bench": ("tutti.cli.bench", "measure collectives, links and symmetric memory"),
