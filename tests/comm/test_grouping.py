@@ -142,7 +142,7 @@ def _exceptions(world: World) -> str:
     assert tensor.tolist() == [world.size] * 2
 
     # Calls that need values from other ranks are refused in a block.
-    with pytest.raises(UsageError, match="Call it before the block"), comm.group():
+    with pytest.raises(UsageError, match="before the block"), comm.group():
         comm.all_gather_uneven(tensor)
     # Two operations on the same memory have no order.
     view = torch.ones(10)

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tutti.cli.train import main as train
 from tutti.profile.capture import Capture
@@ -106,6 +107,22 @@ def test_a_program_without_an_optimizer_is_split_at_calls_of_its_module(tmp_path
     assert (metadata["steps"], metadata["steps_of_module"]) == (5, "Sequential")
     trace = read_rank(capture.path)
     assert [each.number for each in trace.steps] == [2, 3, 4]
+
+
+def test_a_capture_ends_beside_other_hooks_of_the_optimizer(tmp_path: Path) -> None:
+    """The capture ends in its own hook, while torch calls the hooks one after another."""
+    calls = []
+    Capture(tmp_path, wait=1, warmup=1, active=3).follow_program()
+    hook = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(8):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    finally:
+        hook.remove()
+    assert _metadata(tmp_path)["steps"] == 5 and len(calls) == 8
 
 
 def test_an_evaluation_before_training_is_not_recorded(tmp_path: Path) -> None:

@@ -133,8 +133,7 @@ class Capture:
         self._program_profilers.begin()
         if (memory := self._program_memory) is not None:
             memory.begin()
-            hook = register_optimizer_step_post_hook(lambda each, *_: memory.on_update(each))
-            self._hooks.callback(hook.remove)
+            _after_updates(memory.on_update, self._hooks)
         self._start()
         return self
 
@@ -201,12 +200,12 @@ class Capture:
         self._program_profilers.begin()
         if self._program_memory is not None:
             self._never_raise(self._program_memory.begin)
-        self._hooks.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
+        _after_updates(self._on_optimizer_step, self._hooks)
         self._forward_calls = _ForwardCalls(self)
         atexit.register(self._at_exit)  # the program may end before all steps are recorded
         return self
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if _cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # the step is captured into a CUDA graph and does not run now
         self.ignore_forward_calls()
@@ -562,6 +561,17 @@ def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[...,
     """Replace the method `name` of `owner` until `hooks` is closed."""
     hooks.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, replacement)
+
+
+def _after_updates(function: Callable[[torch.optim.Optimizer], None], hooks: ExitStack) -> None:
+    """Call `function` after every step of an optimizer, until `hooks` is closed.
+
+    The hook stays registered afterwards and does nothing. `function` may close `hooks`, and torch
+    raises an error if a hook is removed while torch calls the hooks of an optimizer.
+    """
+    active = [True]
+    hooks.callback(active.clear)
+    register_optimizer_step_post_hook(lambda each, *_: function(each) if active else None)
 
 
 class _ForwardCalls:

@@ -114,8 +114,13 @@ def _synchronize_last_pass_only(passes: int) -> None:
 
 
 def _change_fsdp_after_first_step(settings: dict[str, Any]) -> None:
+    changed = False
+
     def change(*_: object) -> None:
-        handle.remove()
+        nonlocal changed
+        if changed:
+            return
+        changed = True  # the hook stays: torch must not lose a hook while it calls them
         modules = _fsdp_modules()
         for number, module in enumerate(modules):
             if "reshard_after_forward" in settings:
@@ -123,7 +128,7 @@ def _change_fsdp_after_first_step(settings: dict[str, Any]) -> None:
             if settings.get("forward_prefetch"):
                 module.set_modules_to_forward_prefetch(modules[number + 1 : number + 2])
 
-    handle = register_optimizer_step_post_hook(change)
+    register_optimizer_step_post_hook(change)
 
 
 def read_settings(loads: "LoaderTimes") -> dict[str, Any]:
