@@ -161,7 +161,7 @@ def _compile_all(libraries: list[Library], folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     torch = sys.modules.get("torch")
     version = f" for torch {torch.__version__}" if torch else ""
-    message = f"compiling the C and C++ parts of tutti{version} into {folder} (once, takes about a minute)"
+    message = f"compiling C and C++ code{version} into {folder} (once, takes about a minute)"
     print(f"tutti: {message}", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(len(libraries)) as pool:
         list(pool.map(_compile, libraries, commands, [folder] * len(libraries)))
