@@ -12,7 +12,7 @@
 //   the GIL and without stopping the program. It reads through /proc/self/mem, because frames change
 //   while they are read: a stale pointer gives an error there, not a crash.
 //
-// The layout of the ring is defined by the structs below; recorder.py has the same layout.
+// The layout of the ring is defined by the structs below; ring_reader.py has the same layout.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -23,6 +23,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -37,6 +38,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -48,9 +50,9 @@ namespace {
 // ---- the layout of the ring ----------------------------------------------------------------------
 
 constexpr char kMagic[8] = {'t', 'u', 't', 't', 'i', 'o', 'b', 's'};
-constexpr uint32_t kVersion = 1;
-constexpr uint32_t kOperations = 4096, kSteps = 4096, kGroups = 128, kSites = 2048;
-constexpr uint32_t kGroupRanks = 512, kThreads = 8, kFrames = 24, kSiteBytes = 192;
+constexpr uint32_t kVersion = 2;
+constexpr uint32_t kOperations = 4096, kSteps = 4096, kGroups = 128, kSites = 1024;
+constexpr uint32_t kGroupRanks = 512, kThreads = 8, kFrames = 24, kSiteBytes = 256;
 
 enum Phase : uint32_t { kOther = 0, kInput, kForward, kBackward, kUpdate, kPhases };
 enum OperationState : uint8_t { kEntered = 1, kCompleted = 2, kFailed = 3 };
@@ -78,6 +80,8 @@ struct Group {
   int32_t rank, size, listed;  // listed: number of entries in `ranks`
   uint32_t collectives;        // number of collectives that were entered
   uint16_t ranks[kGroupRanks];
+  // Entries are reused. Operations that were entered before `created_ns` belong to another group.
+  int64_t created_ns, used_ns;
 };
 
 struct Operation {
@@ -190,6 +194,23 @@ Frame* current_frame(PyThreadState* thread) {
   return frame;
 }
 
+// Append a character as UTF-8. Return false if it does not fit.
+bool append_utf8(uint32_t letter, char* target, size_t room, size_t* length) {
+  char bytes[4];
+  size_t count = 1;
+  bytes[0] = char(letter);
+  if (letter >= 0x80) {
+    count = letter < 0x800 ? 2 : letter < 0x10000 ? 3 : 4;
+    for (size_t i = count - 1; i > 0; --i, letter >>= 6) bytes[i] = char(0x80 | (letter & 0x3F));
+    bytes[0] = char((count == 2 ? 0xC0 : count == 3 ? 0xE0 : 0xF0) | letter);
+  }
+  if (*length + count >= room) return false;
+  std::memcpy(target + *length, bytes, count);
+  *length += count;
+  return true;
+}
+
+// Copy a Python string as UTF-8. If it does not fit, keep its end or its beginning.
 template <class Memory>
 bool read_text(const void* object, char* target, size_t room, bool keep_end) {
   PyASCIIObject head;
@@ -203,13 +224,25 @@ bool read_text(const void* object, char* target, size_t room, bool keep_end) {
   uint32_t buffer[kSiteBytes] = {};
   if (kind == 0 || kind > 4 || count > kSiteBytes - 1) return false;
   if (count && !Memory::read(buffer, data + first * kind, count * kind)) return false;
-  for (size_t i = 0; i < count; ++i) {
-    uint32_t letter = kind == 1   ? reinterpret_cast<uint8_t*>(buffer)[i]
-                      : kind == 2 ? reinterpret_cast<uint16_t*>(buffer)[i]
-                                  : buffer[i];
-    target[i] = letter < 128 ? char(letter) : '?';
+  auto letter = [&](size_t i) {
+    return kind == 1   ? reinterpret_cast<uint8_t*>(buffer)[i]
+           : kind == 2 ? reinterpret_cast<uint16_t*>(buffer)[i]
+                       : buffer[i];
+  };
+  // A character has up to 4 bytes, so the end of the text may begin later.
+  size_t bytes = 0, start = 0;
+  for (size_t i = count; keep_end && i > 0; --i) {
+    uint32_t code = letter(i - 1);
+    bytes += code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    if (bytes > room - 1) {
+      start = i;
+      break;
+    }
   }
-  target[count] = 0;
+  size_t written = 0;
+  for (size_t i = start; i < count && append_utf8(letter(i), target, room, &written); ++i) {
+  }
+  target[written] = 0;
   return true;
 }
 
@@ -262,7 +295,7 @@ int line_of(const PyCodeObject& code, int64_t unit) {
 }
 
 struct Site {
-  char file[120], name[56];
+  char file[184], name[56];
   int line;
 };
 
@@ -278,14 +311,15 @@ bool read_site(const Frame& frame, Site* site) {
 }
 
 void format_site(const Site& site, char (&target)[kSiteBytes]) {
-  std::snprintf(target, kSiteBytes, "%.119s:%d in %.55s", site.file, site.line, site.name);
+  std::snprintf(target, kSiteBytes, "%.183s:%d in %.55s", site.file, site.line, site.name);
 }
 
 // Libraries are skipped in the search for the line of the program that called an operation.
 bool is_library(const char* file) {
   return file[0] == '<' || std::strstr(file, "/site-packages/") || std::strstr(file, "/lib/python3") ||
          std::strstr(file, "/tutti/comm/") || std::strstr(file, "/tutti/observe/") ||
-         std::strstr(file, "/bin/");
+         std::strstr(file, "/tutti/world/") ||
+         (std::strstr(file, "/bin/") && !std::strstr(file, ".py"));  // such as bin/torchrun
 }
 
 bool is_torch(const char* file) {
@@ -381,7 +415,7 @@ struct Named {
   bool point_to_point;
 };
 
-// The order is the order of KINDS in recorder.py, from 1.
+// The order is the order of KINDS in ring_reader.py, from 1.
 constexpr Named kKinds[] = {
     {"allreduce_", "tensors", "", false},
     {"allreduce_coalesced_", "tensors", "", false},
@@ -410,26 +444,54 @@ std::unordered_map<const void*, Signature> g_signatures;
 std::mutex g_group_mutex;
 std::unordered_map<std::string, uint32_t> g_group_numbers;
 
+std::unordered_map<std::string, Group>& g_unlisted_groups = *new std::unordered_map<std::string, Group>;
+// The number of a message: messages are counted for each group, peer, tag and direction.
+std::mutex g_message_mutex;
+std::map<std::tuple<std::string, int32_t, int32_t, uint16_t>, uint32_t> g_messages;
+
+uint32_t next_message(const char* group, int32_t peer, int32_t tag, uint16_t kind) {
+  std::lock_guard<std::mutex> lock(g_message_mutex);
+  return ++g_messages[{group, peer, tag, kind}];
+}
+
+// Return the entry of a group. If the table is full, the group that was used longest ago loses its
+// entry. Its counters are kept in g_unlisted_groups. The caller holds g_group_mutex.
 uint32_t group_number(const std::string& name) {
   Ring* ring = g_ring;
-  std::lock_guard<std::mutex> lock(g_group_mutex);
   auto found = g_group_numbers.find(name);
   if (found != g_group_numbers.end()) return found->second;
   uint32_t number = ring->header.groups.load();
-  if (number + 1 >= kGroups) return kGroups - 1;  // shared by all further groups
-  Group& group = ring->group[number];
-  copy_text(group.name, name.c_str());
+  if (number == kGroups) {
+    number = 1;  // entry 0 is the default group, which keeps its entry
+    for (uint32_t i = 2; i < kGroups; ++i)
+      if (ring->group[i].used_ns < ring->group[number].used_ns) number = i;
+    g_unlisted_groups.insert_or_assign(ring->group[number].name, ring->group[number]);
+    g_group_numbers.erase(ring->group[number].name);
+  }
+  Group group{};
   group.rank = group.size = -1;
-  ring->header.groups.store(number + 1);
+  auto unlisted = g_unlisted_groups.find(name);
+  if (unlisted != g_unlisted_groups.end()) group = unlisted->second;
+  copy_text(group.name, name.c_str());
+  group.created_ns = group.used_ns = now_ns();
+  ring->group[number] = group;
+  if (number == ring->header.groups.load()) ring->header.groups.store(number + 1);
   g_group_numbers.emplace(name, number);
   return number;
 }
 
 uint32_t group_of(c10d::ProcessGroup& process_group) {
-  thread_local std::unordered_map<const void*, std::pair<std::string, uint32_t>> known;
-  const std::string& name = process_group.getGroupName();
+  thread_local std::unordered_map<const void*, uint32_t> known;
+  const std::string name = process_group.getGroupName().substr(0, sizeof Group::name - 1);
   auto found = known.find(&process_group);
-  if (found != known.end() && found->second.first == name) return found->second.second;
+  if (found != known.end()) {
+    Group& group = g_ring->group[found->second];
+    if (name == group.name && group.rank >= 0) {  // else the entry was given to another group
+      group.used_ns = now_ns();
+      return found->second;
+    }
+  }
+  std::lock_guard<std::mutex> lock(g_group_mutex);
   uint32_t number = group_number(name);
   Group& group = g_ring->group[number];
   group.rank = process_group.getRank();
@@ -437,16 +499,8 @@ uint32_t group_of(c10d::ProcessGroup& process_group) {
   copy_text(group.backend, process_group.getBackendName().c_str());
   copy_text(group.description, process_group.getGroupDesc().c_str());
   if (known.size() > 256) known.clear();
-  known.insert_or_assign(&process_group, std::make_pair(name, number));
+  known.insert_or_assign(&process_group, number);
   return number;
-}
-
-// The number of a message: messages are counted for each group, peer, tag and direction.
-uint32_t next_message(uint32_t group, int32_t peer, int32_t tag, uint16_t kind) {
-  static std::mutex mutex;
-  static std::map<std::tuple<uint32_t, int32_t, int32_t, uint16_t>, uint32_t> counts;
-  std::lock_guard<std::mutex> lock(mutex);
-  return ++counts[{group, peer, tag, kind}];
 }
 
 void fill_tensor(Operation& operation, const c10::IValue& value) {
@@ -544,7 +598,7 @@ void record_operation(const c10::OperatorHandle& handle, c10::DispatchKeySet key
   if (signature.tag >= 0) operation.tag = int32_t(argument(signature.tag).toInt());
   operation.sequence =
       signature.point_to_point
-          ? next_message(operation.group, operation.peer, operation.tag, signature.kind)
+          ? next_message(ring->group[operation.group].name, operation.peer, operation.tag, signature.kind)
           : __atomic_add_fetch(&ring->group[operation.group].collectives, 1, __ATOMIC_RELAXED);
   if (signature.reduction >= 0) {
     auto reduction = argument(signature.reduction).toCustomClass<c10d::ReduceOp>();
@@ -674,6 +728,12 @@ constexpr SystemCall kSystemCalls[] = {
 #endif
 };
 
+// Read the path of a system call that opens a file. Another page may follow that is not mapped.
+void read_path(unsigned long address, char (&path)[192]) {
+  ssize_t bytes = pread(g_memory, path, sizeof path - 1, off_t(address));
+  path[bytes > 0 ? bytes : 0] = 0;
+}
+
 void sample_thread(PyThreadState* thread, uint32_t id, ThreadSample& sample) {
   std::memset(&sample, 0, offsetof(ThreadSample, site));
   sample.thread = id;
@@ -688,12 +748,14 @@ void sample_thread(PyThreadState* thread, uint32_t id, ThreadSample& sample) {
   std::snprintf(path, sizeof path, "/proc/self/task/%u/syscall", id);
   text = read_file(path);
   long number;
-  unsigned long first;
-  if (std::sscanf(text.c_str(), "%ld %lx", &number, &first) == 2) {
+  unsigned long first, second;
+  if (std::sscanf(text.c_str(), "%ld %lx %lx", &number, &first, &second) == 3) {
     copy_text(sample.system_call, "other");
     for (const SystemCall& call : kSystemCalls) {
       if (call.number != number) continue;
       copy_text(sample.system_call, call.name);
+      if (std::strcmp(call.name, "open") == 0)
+        read_path(number == SYS_openat ? second : first, sample.file);
       if (!call.takes_file) break;
       std::snprintf(path, sizeof path, "/proc/self/fd/%lu", first);
       ssize_t bytes = readlink(path, sample.file, sizeof sample.file - 1);
@@ -716,14 +778,13 @@ void sample_thread(PyThreadState* thread, uint32_t id, ThreadSample& sample) {
 }
 
 void take_samples(Ring* ring) {
-  Samples& samples = ring->samples;
-  uint64_t version = samples.version.load(std::memory_order_relaxed);
-  samples.version.store(version + 1, std::memory_order_release);
+  // The samples are collected here and then copied, so that a reader seldom meets half of them.
+  static ThreadSample collected[kThreads];
   uint32_t count = 0;
   auto add = [&](PyThreadState* thread) {
     unsigned long id = 0;
     if (count >= kThreads || !Checked::read(&id, &thread->native_thread_id, sizeof id)) return;
-    if (id != 0) sample_thread(thread, uint32_t(id), samples.thread[count++]);
+    if (id != 0) sample_thread(thread, uint32_t(id), collected[count++]);
   };
   add(g_main);
   // A new thread becomes the head of the interpreter's list, so threads are found through `prev`.
@@ -733,6 +794,11 @@ void take_samples(Ring* ring) {
     if (!Checked::read(&previous, &thread->prev, sizeof previous) || previous == nullptr) break;
     add(thread = previous);
   }
+  Samples& samples = ring->samples;
+  uint64_t version = samples.version.load(std::memory_order_relaxed);
+  samples.version.store(version + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  std::memcpy(samples.thread, collected, sizeof collected);
   samples.threads = count;
   samples.sampled_ns = now_ns();
   samples.version.store(version + 2, std::memory_order_release);
@@ -744,7 +810,7 @@ void sample_until_stopped(Ring* ring) {
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the threads of the program
   pthread_setname_np(pthread_self(), "tutti-recorder");
-  while (!g_stop.load() && ring == g_ring) {
+  while (!g_stop.load()) {
     complete_finished(ring);
     take_samples(ring);
     for (int i = 0; i < 10 && !g_stop.load(); ++i) usleep(50000);
@@ -757,6 +823,11 @@ void sample_until_stopped(Ring* ring) {
 void after_fork() {
   if (g_ring != nullptr) munmap(g_ring, sizeof(Ring));
   g_ring = nullptr;
+  // Another thread of the parent may have held a lock, and nobody would ever release the copy.
+  new (&g_unfinished_mutex) std::mutex;
+  new (&g_group_mutex) std::mutex;
+  new (&g_message_mutex) std::mutex;
+  new (&g_unfinished) std::vector<Unfinished>;  // these are operations of the parent
 }
 
 PyObject* py_open(PyObject*, PyObject* args) {
@@ -766,8 +837,12 @@ PyObject* py_open(PyObject*, PyObject* args) {
                         &job, &boot, &command))
     return nullptr;
   int file = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (file < 0 || ftruncate(file, sizeof(Ring)) != 0) {
-    if (file >= 0) close(file);
+  if (file < 0) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+  // The memory is allocated now: a write to a full /dev/shm would kill the program with SIGBUS.
+  if (int error = posix_fallocate(file, 0, sizeof(Ring))) {
+    close(file);
+    unlink(path);
+    errno = error;
     return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
   }
   void* memory = mmap(nullptr, sizeof(Ring), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -802,14 +877,22 @@ PyObject* py_open(PyObject*, PyObject* args) {
   {
     std::lock_guard<std::mutex> lock(g_group_mutex);
     g_group_numbers.clear();
+    g_unlisted_groups.clear();
   }
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   static bool at_fork = (pthread_atfork(nullptr, nullptr, after_fork), true);
   (void)at_fork;
   g_stop.store(false);
+  try {
+    std::thread(sample_until_stopped, ring).detach();
+  } catch (const std::exception& error) {  // the limit of threads or of memory is reached
+    munmap(memory, sizeof(Ring));
+    unlink(path);
+    PyErr_SetString(PyExc_OSError, error.what());
+    return nullptr;
+  }
   g_ring = ring;
   register_kernels();
-  std::thread(sample_until_stopped, ring).detach();
   Py_RETURN_NONE;
 }
 
@@ -833,14 +916,23 @@ PyObject* py_set_group(PyObject*, PyObject* args) {
   PyObject* ranks;
   if (!PyArg_ParseTuple(args, "ssO!", &name, &description, &PyList_Type, &ranks)) return nullptr;
   if (g_ring == nullptr) Py_RETURN_NONE;
-  Group& group = g_ring->group[group_number(name)];
+  std::lock_guard<std::mutex> lock(g_group_mutex);
+  Group& entry = g_ring->group[group_number(name)];
+  // After destroy_process_group, a new group may have this name. Its operations count from 1.
+  Group group{};
+  group.rank = -1;
+  copy_text(group.name, name);
+  copy_text(group.description, description);
   Py_ssize_t count = PyList_Size(ranks);
   group.listed = int32_t(count < kGroupRanks ? count : kGroupRanks);
   group.size = int32_t(count);
-  if (*description) copy_text(group.description, description);
   for (int32_t i = 0; i < group.listed; ++i)
     group.ranks[i] = uint16_t(PyLong_AsLong(PyList_GetItem(ranks, i)));
   if (PyErr_Occurred()) return nullptr;
+  group.created_ns = group.used_ns = now_ns();
+  entry = group;
+  std::lock_guard<std::mutex> message_lock(g_message_mutex);
+  std::erase_if(g_messages, [&](const auto& each) { return std::get<0>(each.first) == name; });
   Py_RETURN_NONE;
 }
 

@@ -8,6 +8,7 @@ the result.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -114,6 +115,7 @@ class _Recorder:
         self._enter: Callable[[int], int] = module.enter
         self._leading_optimizer: weakref.ref[Any] | None = None
         self._opened_in = 0  # the pid of the process that has opened a ring
+        self._exit_error = ""  # of the last call of sys.exit
         self._collection_began = 0
 
     def install(self) -> None:
@@ -134,7 +136,7 @@ class _Recorder:
         ring_reader.remove_old_jobs()
         path = ring_reader.create_job_folder(job) / f"{os.getpid()}.ring"
         path.unlink(missing_ok=True)  # left by an earlier process with this pid
-        command = shlex.join(sys.argv)[:255]
+        command = _plain(shlex.join(sys.argv))[:255]
         self._module.open(
             str(path),
             rank,
@@ -154,6 +156,10 @@ class _Recorder:
         thread = threading.Thread(target=self._beat, name="tutti-recorder", daemon=True)
         thread.start()
         atexit.register(self._close, os.getpid())
+        if _parent_process() is not None:  # a forked child of multiprocessing calls no atexit
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self._close, args=(os.getpid(),), exitpriority=0)
         self._hook_errors()
 
     def _beat(self) -> None:
@@ -165,9 +171,14 @@ class _Recorder:
     def _close(self, pid: int) -> None:
         if pid != os.getpid():
             return  # a forked child
-        error = getattr(sys, "last_value", None)
+        # In multiprocessing, this is called while the error that ends the child is propagated.
+        error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = None
         if error is not None:
             self._set_error(error)
+        elif self._exit_error:
+            self._module.set_error(self._exit_error)
         self._module.close()
         # `tutti run` removes the rings of its job. Otherwise the last process of the job does, if
         # all of its processes have ended normally.
@@ -177,12 +188,8 @@ class _Recorder:
                 ring_reader.remove_job(self._path.parent.name)
 
     def _set_error(self, error: BaseException) -> None:
-        frames = traceback.extract_tb(error.__traceback__)
-        sites = [f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(frames)]
-        first = next(iter(str(error).splitlines()), "")
-        self._module.set_error(
-            f"{type(error).__name__}: {first[:300]} @ {ring_reader.user_frame(sites)[-180:]}"
-        )
+        with contextlib.suppress(Exception):  # the user's error may have no text
+            self._module.set_error(_describe(error, traceback.extract_tb(error.__traceback__)))
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -195,6 +202,25 @@ class _Recorder:
             hook(kind, error, where)
 
         sys.excepthook = excepthook
+        leave = sys.exit
+
+        @functools.wraps(leave)
+        def exit_with_reason(code: Any = None, /) -> None:
+            # A script that handles its error and calls sys.exit(1) has failed, too.
+            handled = sys.exc_info()[1]
+            self._exit_error = ""
+            with contextlib.suppress(Exception):
+                if isinstance(handled, UsageError) or not code:
+                    pass
+                elif isinstance(handled, Exception):
+                    frames = traceback.extract_tb(handled.__traceback__)
+                    self._exit_error = _describe(handled, frames)
+                elif handled is None:
+                    frames = traceback.extract_stack(sys._getframe(1), limit=16)
+                    self._exit_error = _describe(SystemExit(code), frames)
+            leave(code)
+
+        sys.exit = exit_with_reason  # type: ignore[assignment]
 
     def _hook_torch(self) -> None:
         import torch
@@ -285,7 +311,7 @@ class _Recorder:
                 self._module.set_rank(
                     rank, size, local_rank, job_name(os.environ)[:127], str(args[3] or "")[:31]
                 )
-            except OSError as error:
+            except Exception as error:  # the program works without a recorder
                 print(f"tutti: this process is not recorded: {error}", file=sys.stderr)
         result = original(*args, **kwargs)
         self._name_group(result[0] if isinstance(result, tuple) else result, ranks, size)
@@ -310,6 +336,19 @@ class _Recorder:
                 self._collection_began = time.monotonic_ns()
             else:
                 self._module.add_collection(time.monotonic_ns() - self._collection_began)
+
+
+def _plain(text: str) -> str:
+    """Return a text that a C string can hold."""
+    return text.encode(errors="replace").decode().replace("\0", " ")
+
+
+def _describe(error: BaseException, frames: traceback.StackSummary) -> str:
+    """Return the type, the first line and the source line of an error."""
+    sites = [f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(frames)]
+    first = _plain(next(iter(str(error).splitlines()), ""))
+    name = f"{type(error).__name__}{f': {first[:240]}' * bool(first)}"
+    return f"{name} @ {_plain(ring_reader.user_frame(sites))[-180:]}"
 
 
 def _parent_process() -> Any:

@@ -53,9 +53,9 @@ REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", 
 DEVICES = {0: "cpu", 1: "cuda"}
 RUNNING, ENDED, FAILED = 0, 1, 2  # exit_state
 
-_VERSION = 1
-_OPERATIONS, _STEPS, _GROUPS, _SITES = 4096, 4096, 128, 2048
-_GROUP_RANKS, _THREADS, _FRAMES, _SITE_BYTES = 512, 8, 24, 192
+_VERSION = 2
+_OPERATIONS, _STEPS, _GROUPS, _SITES = 4096, 4096, 128, 1024
+_GROUP_RANKS, _THREADS, _FRAMES, _SITE_BYTES = 512, 8, 24, 256
 _i32, _i64, _u16, _u32, _u64 = (
     ctypes.c_int32,
     ctypes.c_int64,
@@ -87,6 +87,7 @@ class _Group(ctypes.Structure):
     _fields_ = (
         ("name", _text(64)), ("description", _text(32)), ("backend", _text(32)), ("rank", _i32),
         ("size", _i32), ("listed", _i32), ("collectives", _u32), ("ranks", _u16 * _GROUP_RANKS),
+        ("created", _i64), ("used", _i64),
     )
 
 
@@ -326,7 +327,7 @@ def jobs() -> list[Path]:
     """Return the folders of all jobs of this user, newest first."""
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(rings_folder()):
+        for entry in filter(os.DirEntry.is_dir, os.scandir(rings_folder())):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 found.append((entry.stat().st_mtime, Path(entry.path)))
     return [path for _, path in sorted(found, reverse=True)]
@@ -342,8 +343,9 @@ def remove_old_jobs(max_age: float = 86400.0, keep: int = 16) -> None:
         ended += 1
         with contextlib.suppress(OSError):  # another process removes the same job
             age = time.time() - folder.stat().st_mtime
-            # A new folder may belong to a job whose ranks have not created their rings yet.
-            if age > max_age or (ended > keep and age > 60):
+            # A new folder may belong to a job whose ranks have not created their rings yet, or to a
+            # job that somebody is about to explain.
+            if age > max_age or (ended > keep and age > 600):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -359,7 +361,11 @@ def read_job(folder: Path, operations: int = 512, steps: int = 64) -> list[Proce
     processes = [process for process in found if process is not None]
     # If a rank was restarted, only its newest process counts.
     newest: dict[tuple[int, int, str], Process] = {}
-    for process in sorted(processes, key=lambda each: each.started):
+    processes.sort(key=lambda each: each.started)
+    size = next((p.world_size for p in reversed(processes) if p.worker < 0), 0)
+    for process in processes:
+        if process.worker < 0 and 0 < size <= process.rank:
+            continue  # of a larger world, before the job was restarted with fewer ranks
         key = (process.rank, process.worker, process.host if process.worker >= 0 else "")
         if process.worker >= 0:
             key = (process.parent, process.worker, process.host)
@@ -374,11 +380,18 @@ def read_ring(path: Path, operations: int = 512, steps: int = 64) -> Process | N
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 return None
             raw = file.read(ctypes.sizeof(Ring))
-    except OSError:
+            if len(raw) < ctypes.sizeof(Ring):
+                return None
+            ring = Ring.from_buffer_copy(raw)
+            # The stacks may be half written. A process that died then leaves them so.
+            for _ in range(5):
+                file.seek(Ring.samples.offset)
+                again = _Samples.from_buffer_copy(file.read(ctypes.sizeof(_Samples)))
+                if again.version == ring.samples.version and again.version % 2 == 0:
+                    break
+                ring.samples = again
+    except (OSError, ValueError):
         return None
-    if len(raw) < ctypes.sizeof(Ring):
-        return None
-    ring = Ring.from_buffer_copy(raw)
     header = ring.header
     if header.magic != b"tuttiobs" or header.version != _VERSION or header.bytes != len(raw):
         return None
@@ -394,7 +407,7 @@ def read_ring(path: Path, operations: int = 512, steps: int = 64) -> Process | N
     for number in range(min(header.groups, _GROUPS)):
         group = ring.group[number]
         ranks = tuple(group.ranks[: max(0, min(group.listed, _GROUP_RANKS))])
-        if not ranks and group.name == b"0":
+        if group.name == b"0":  # of a larger world, the ring lists only the first ranks
             ranks = tuple(range(max(0, header.world_size)))
         groups.append(
             Group(
@@ -413,6 +426,8 @@ def read_ring(path: Path, operations: int = 512, steps: int = 64) -> Process | N
         entry = ring.operation[(number - 1) % _OPERATIONS]
         if entry.number != number or entry.group >= len(groups) or entry.kind >= len(KINDS):
             continue  # the entry is being written
+        if entry.entered < ring.group[entry.group].created:
+            continue  # an operation of the group that had this entry before
         site = _decode(ring.sites[entry.site].value) if 0 < entry.site < _SITES else ""
         entries.append(
             Operation(
@@ -535,7 +550,10 @@ def boot_id() -> str:
 def _with_process_facts(process: Process, boot: str) -> Process:
     """Add what /proc says of the process: whether it lives, its CPU time, I/O and memory."""
     if boot != boot_id():
-        return process  # written before a reboot, or in another container
+        if boot.partition("/")[0] != boot_id().partition("/")[0]:
+            return process  # written before a reboot
+        # A container has other process ids. The recorder samples a living process twice a second.
+        return replace(process, alive=process.sample_age < 5.0)
     status = _process_state(process.pid)
     if status is None or status[1] > process.started + 1.0:  # another process has this pid now
         return process
@@ -602,14 +620,20 @@ def _address(text: str) -> str:
     return ".".join(str(byte) for byte in words[-1])
 
 
+def is_user_frame(frame: str) -> bool:
+    """Return whether a frame is of the program itself: not of torch, Python or another library."""
+    return not re.search(
+        r"/site-packages/|/dist-packages/|/lib/python3|/tutti/(comm|observe|world)/"
+        r"|/bin/(?!.*\.py:)",  # such as bin/torchrun
+        frame,
+    )
+
+
 def user_frame(frames: Iterable[str]) -> str:
-    """Return the innermost frame of the program itself: not of torch, Python or another library."""
+    """Return the innermost frame of the program itself, or else the innermost that is not torch."""
     frames = list(frames)
     for frame in frames:
-        if not re.search(
-            r"/site-packages/|/dist-packages/|/lib/python3|/tutti/comm/|/tutti/observe/|/bin/",
-            frame,
-        ):
+        if is_user_frame(frame):
             return frame
     return next(
         (each for each in frames if "/torch/" not in each and "/tutti/observe" not in each),
