@@ -273,6 +273,7 @@ def _run(command: Sequence[str]) -> int:
         except SystemExit:
             raise
         except BaseException as error:
+            sys.last_value = error  # as Python does
             sys.excepthook(*sys.exc_info())  # the hook may end the process with its own exit code
             return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     except SystemExit as end:

@@ -96,7 +96,26 @@ def waits_for_a_file_lock() -> None:
 
 
 def raises() -> None:
-    raise ValueError("the planted error")  # here: raises
+    raise ValueError("the planted error @ step 3 of file \udcff")  # here: raises
+
+
+def exits_with_a_reason() -> None:
+    sys.exit("the loss is not a number")  # here: exits_with_a_reason
+
+
+def saves_a_file() -> None:
+    path = Path(tempfile.mkdtemp()) / "slow_storage"
+    os.mkfifo(path)
+    torch.save(torch.ones(1), path)  # here: saves_a_file
+
+
+def joins_a_thread() -> None:
+    def other_thread() -> None:
+        time.sleep(LONG)  # here: joins_a_thread
+
+    thread = threading.Thread(target=other_thread, daemon=True)
+    thread.start()
+    thread.join()
 
 
 def runs_out_of_memory() -> None:
@@ -185,6 +204,63 @@ def missing_receive(rank: int) -> None:
         time.sleep(LONG)  # here: missing_receive
 
 
+def wrong_tag(rank: int) -> None:
+    if rank == 0:
+        dist.recv(torch.ones(4), GUILTY, tag=7)
+    if rank == GUILTY:
+        dist.send(torch.ones(4), 0, tag=8)  # here: wrong_tag
+
+
+def wrong_peer(rank: int) -> None:
+    size = dist.get_world_size()
+    right = 0 if rank == GUILTY else (rank + 1) % size
+    work = dist.isend(torch.ones(4), right)  # here: wrong_peer
+    dist.recv(torch.ones(4), (rank - 1) % size)
+    work.wait()
+
+
+def polls_an_operation(rank: int) -> None:
+    if rank == GUILTY:
+        time.sleep(LONG)  # here: polls_an_operation
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    while not work.is_completed():
+        time.sleep(0.05)
+
+
+def late_new_group(rank: int) -> None:
+    if rank == GUILTY:
+        time.sleep(LONG)  # here: late_new_group
+    dist.new_group([0, GUILTY])
+
+
+def many_groups(rank: int) -> None:
+    for _ in range(140):
+        group = dist.new_group([0, GUILTY])
+    if rank == GUILTY:
+        time.sleep(LONG)  # here: many_groups
+    if rank == 0:
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def heartbeats(rank: int) -> None:
+    group = dist.new_group([0, GUILTY])
+
+    def beat() -> None:
+        while True:
+            dist.all_reduce(torch.ones(1), group=group)
+            time.sleep(0.2)
+
+    if rank in (0, GUILTY):
+        threading.Thread(target=beat, daemon=True).start()
+    if rank == GUILTY:
+        time.sleep(LONG)  # here: heartbeats
+
+
+def object_list_length(rank: int) -> None:
+    objects: list[object] = [None] * (3 if rank == GUILTY else 2)
+    dist.broadcast_object_list(objects, 0)  # here: object_list_length
+
+
 def all_read_a_file(_: int) -> None:
     path = Path(tempfile.mkdtemp()) / "slow_storage"
     os.mkfifo(path)
@@ -214,6 +290,9 @@ ANYWHERE: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "opens_a_file": (_on_guilty(opens_a_file), ("storage",)),
     "waits_for_a_file_lock": (_on_guilty(waits_for_a_file_lock), ("storage",)),
     "raises": (_on_guilty(raises), ("error",)),
+    "exits_with_a_reason": (_on_guilty(exits_with_a_reason), ("error",)),
+    "saves_a_file": (_on_guilty(saves_a_file), ("storage",)),
+    "joins_a_thread": (_on_guilty(joins_a_thread), ("waiting",)),
     "runs_out_of_memory": (_on_guilty(runs_out_of_memory), ("out_of_memory",)),
     "exits_early": (_on_guilty(exits_early), ("ended_early", "uneven_batches")),
     "is_killed": (_on_guilty(is_killed), ("dead",)),
@@ -234,6 +313,13 @@ PLAIN: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "missing_send": (missing_send, ("missing_send",)),
     "both_receive": (both_receive, ("missing_send",)),
     "missing_receive": (missing_receive, ("missing_receive",)),
+    "wrong_tag": (wrong_tag, ("missing_message",)),
+    "wrong_peer": (wrong_peer, ("missing_message",)),
+    "polls_an_operation": (polls_an_operation, ("sleeping",)),
+    "late_new_group": (late_new_group, ("sleeping",)),
+    "many_groups": (many_groups, ("sleeping",)),
+    "heartbeats": (heartbeats, ("sleeping",)),
+    "object_list_length": (object_list_length, ("mismatch",)),
 }
 
 

@@ -109,7 +109,8 @@ def explain_all(cases: Sequence[Case], seconds: list[float] | None = None) -> di
         return found
 
     with running(cases) as folders:
-        wait_until_still([f for case, f in folders.items() if case.fault != "slow_but_alive"])
+        moving = ("slow_but_alive", "heartbeats")
+        wait_until_still([f for case, f in folders.items() if case.fault not in moving])
         with ThreadPoolExecutor(8) as pool:
             for case, found in zip(cases, pool.map(explain, folders.values()), strict=True):
                 if faults := judge(case, found):

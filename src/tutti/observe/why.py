@@ -31,7 +31,15 @@ from typing import Any
 
 from tutti.measure.files import write_atomically
 from tutti.observe import ring_reader
-from tutti.observe.ring_reader import ENDED, FAILED, RUNNING, Operation, Process, user_frame
+from tutti.observe.ring_reader import (
+    ENDED,
+    FAILED,
+    RUNNING,
+    Operation,
+    Process,
+    is_user_frame,
+    user_frame,
+)
 from tutti.world.errors import HANG_AFTER, UsageError, name_ranks
 from tutti.world.launchers import expand_hosts
 
@@ -46,6 +54,14 @@ _CONSEQUENCE = re.compile(
 )
 _MEMORY = re.compile(r"out ?of ?memory|MemoryError|can't allocate memory", re.IGNORECASE)
 _KINDS_WITH_FREE_SIZES = ("all_to_all", "all_to_all_single", "barrier", "monitored_barrier")
+_KINDS_WITH_LISTS = ("all_gather", "reduce_scatter")  # NCCL allows lists of different sizes
+_LOADER = "/torch/utils/data/dataloader.py"
+_FILE_CALLS = ("read", "write", "fsync", "open", "lock")
+# Functions that return when all ranks have called them. They use the store, not an operation.
+_SETUP = re.compile(
+    r"/torch/distributed/distributed_c10d\.py:\d+ in (init_process_group|new_group|split_group)$"
+    r"|/tutti/world/world\.py:\d+ in (init)$"
+)
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,13 @@ def hosts_of(folder: Path, hosts: str | None, via: str | None) -> tuple[list[str
             via = f"srun --jobid {slurm[1]} --overlap --nodes 1 --ntasks 1 --nodelist {{host}}"
     elif "{host}" not in via:
         raise UsageError(f"--via must have {{host}} for the name of the host, got {via!r}")
+    try:
+        shlex.split(via.format(host="host"))
+    except (LookupError, ValueError, AttributeError):
+        raise UsageError(
+            f"--via {via!r} is no command line: only {{host}} may be in braces, and quotes must be "
+            "closed"
+        ) from None
     return [name for name in names if name != os.uname().nodename], via
 
 
@@ -199,6 +222,13 @@ class _Analysis:
         self.size = max((each.world_size for each in self.ranks.values()), default=0)
         self.blocked = {r: ops for r, p in self.ranks.items() if (ops := self._blocking(p))}
         self.waits_for = {r: self._missing(r, ops) for r, ops in self.blocked.items()}
+        # Ranks that sleep or compute while an operation is pending. They may poll the operation.
+        polling = {r: ops for r, p in self.ranks.items() if (ops := self._polling(p))}
+        self.polls_for = {r: self._missing(r, ops) for r, ops in polling.items()}
+        if not any(self.waits_for.values()):
+            self.blocked |= polling
+            self.waits_for |= self.polls_for
+        self.setup = {r: call for r, p in self.ranks.items() if (call := _setup_call(p))}
 
     def explain(self) -> Explanation:
         if not self.ranks:
@@ -211,6 +241,7 @@ class _Analysis:
             self._stopped,
             self._progress,
             self._silent_host,
+            self._setup,
             self._not_arriving,
             self._order,
             self._network,
@@ -221,7 +252,8 @@ class _Analysis:
                 kind, verdict, culprits, evidence = found
                 waited = self._waited()
                 certain = kind in _CERTAIN
-                hang = kind != "progress" and (certain or waited >= self.hang_after)
+                limit = max(self.hang_after, 1.5 * self._usual_pause())
+                hang = kind != "progress" and (certain or waited >= limit)
                 if not hang and kind not in ("progress", "ended"):
                     verdict = f"Not a hang so far ({waited:.0f} s): {verdict}"
                 rows = [self._row(process) for process in self.ranks.values()]
@@ -232,11 +264,11 @@ class _Analysis:
 
     def _error(self) -> "_Found":
         failed = [p for p in self.ranks.values() if p.exit_state == FAILED]
-        causes = [p for p in failed if not _CONSEQUENCE.search(p.error.partition(" @ ")[0])]
+        causes = [p for p in failed if not _CONSEQUENCE.search(p.error.rpartition(" @ ")[0])]
         if not causes:
             return None
         first = max(causes, key=lambda p: p.exited_ago or 0.0)
-        message, _, site = first.error.partition(" @ ")
+        message, _, site = first.error.rpartition(" @ ")
         kind = "out_of_memory" if _MEMORY.search(message) else "error"
         worker = self._dead_worker(first)
         if worker is not None and "DataLoader worker" in message:
@@ -289,7 +321,8 @@ class _Analysis:
         )
         verdict = (
             f"{who[0].upper()}{who[1:]} on {first[0].host} died without an error message "
-            f"(killed by a signal, or by the kernel because memory ran out; see dmesg).{where}"
+            f"(killed by a signal, by the kernel because memory ran out (see dmesg), or by "
+            f"os._exit).{where}"
         )
         return "dead", verdict, culprits, _non_empty([self._also_waiting({p.rank for p in first})])
 
@@ -320,7 +353,9 @@ class _Analysis:
         ]
         if all(p.exit_state == ENDED for p in self.ranks.values()):
             return "ended", "All ranks have ended normally.", [], []
-        if not any(p.worker < 0 for p in moved):
+        moved = [p for p in moved if p.worker < 0]
+        stuck = [r for r, ops in self.blocked.items() if self._waits_of(r, ops) >= self.hang_after]
+        if not moved or (stuck and not any(self._main_moved(p) for p in moved)):
             return None
         steps = [p.steps for p in self.ranks.values()]
         seconds = [
@@ -328,7 +363,27 @@ class _Analysis:
         ]
         speed = f", {sorted(seconds)[len(seconds) // 2]:.3g} s per step" if seconds else ""
         verdict = f"The job makes progress: step {max(steps)}{speed}. It does not hang."
-        return "progress", verdict, [], []
+        # It may be an evaluation on one rank, or a loop that never ends.
+        evidence = [
+            f"rank {rank} has waited for {self._waits_of(rank, operations):.0f} s in "
+            f"{self._name_operation(operations[0], rank)} at {operations[0].site}"
+            for rank in stuck[:4]
+            if (operations := self.blocked[rank])
+        ]
+        return "progress", verdict, [], evidence
+
+    def _main_moved(self, process: Process) -> bool:
+        """Return whether the main thread has moved, not only a thread that exchanges heartbeats."""
+        old = self.before[process.host, process.pid]
+        if process.progress[:3] != old.progress[:3] or not process.threads:
+            return True
+        main = process.threads[0].thread
+        recent = [each for each in process.operations if each.number > old.entered]
+        done = [each for each in old.operations if each.pending and each.thread == main]
+        now = {each.number for each in process.operations if each.pending}
+        return any(each.thread == main for each in recent) or any(
+            each.number not in now for each in done
+        )
 
     def _silent_host(self) -> "_Found":
         if not self.snapshot.silent_hosts:
@@ -358,10 +413,13 @@ class _Analysis:
         for (group, _), operations in by_place.items():
             forms = {rank: _form(operation) for rank, operation in operations.items()}
             # Only an operation that some rank still waits for, or that failed, explains a hang.
-            stuck = any(each.state != "completed" for each in operations.values())
+            stuck = any(
+                each.state != "completed" or self._was_last(rank, each)
+                for rank, each in operations.items()
+            )
             if stuck and len(set(forms.values())) > 1:
                 found.append((min(each.entered for each in operations.values()), group, operations))
-        if not found:
+        if not found or self._all_moved():
             return None
         _, group, operations = min(found, key=lambda item: item[0])
         wrong = self._odd_ones(operations)
@@ -382,7 +440,28 @@ class _Analysis:
             self._culprit(self.ranks[rank], operations[rank].site, operations[rank].signature)
             for rank in wrong
         ]
-        return "mismatch", verdict, culprits, []
+        evidence = [
+            f"{self._name(p)} failed afterwards: {_shorten(p.error.rpartition(' @ ')[0])}"
+            for p in self.ranks.values()
+            if p.exit_state == FAILED
+        ]
+        return "mismatch", verdict, culprits, evidence
+
+    def _was_last(self, rank: int, operation: Operation) -> bool:
+        """Return whether a rank failed after this operation of its group or the next one.
+
+        gloo completes a broadcast of a wrong size. The rank fails when it uses the result.
+        """
+        process = self.ranks[rank]
+        entered = process.groups[operation.group].collectives
+        return process.exit_state == FAILED and entered - operation.sequence < 2
+
+    def _all_moved(self) -> bool:
+        old = {key: process.progress for key, process in self.before.items()}
+        return all(
+            p.alive and old.get((p.host, p.pid), p.progress) != p.progress
+            for p in self.ranks.values()
+        )
 
     def _odd_ones(self, operations: dict[int, Operation]) -> list[int]:
         """Return the ranks whose operation is the wrong one.
@@ -424,11 +503,20 @@ class _Analysis:
             return pending
         main = process.threads[0]
         top = main.frames[0] if main.frames else ""
-        if "/dataloader.py" in top or any("/dataloader.py" in each for each in main.frames[:6]):
+        if any(_LOADER in each for each in main.frames[:6]):
             return []
-        in_communication = "/torch/" in top or "/tutti/" in top
+        in_communication = not is_user_frame(top) and ("/torch/" in top or "/tutti/" in top)
         waits = main.system_call in ("futex", "poll", "receive", "send", "")
         return pending if in_communication or (waits and main.state != "R") else []
+
+    def _polling(self, process: Process) -> list[Operation]:
+        """Return pending operations that a loop of the program, or another thread, may wait for."""
+        main = process.threads[0] if process.threads else None
+        if main is None or process.rank in self.blocked or process.exit_state != RUNNING:
+            return []
+        if main.system_call in _FILE_CALLS or any(_LOADER in each for each in main.frames):
+            return []
+        return [each for each in process.operations if each.pending and each.device == "cpu"]
 
     def _missing(self, rank: int, operations: list[Operation]) -> dict[int, Operation]:
         """Return the ranks that have not entered the operations, each with one operation."""
@@ -480,6 +568,7 @@ class _Analysis:
                 wanted[other].append(rank)
         # A rank that is blocked, but not by a rank of this list, is not the cause.
         roots = [rank for rank in wanted if not self.waits_for.get(rank)]
+        roots = [rank for rank in roots if not self.polls_for.get(rank)] or roots
         if not roots:
             return None
         waiters = sorted({each for root in roots for each in wanted[root]})
@@ -488,13 +577,7 @@ class _Analysis:
         name = self._name_operation(operation, wanted[roots[0]][0])
         waited = self._waited()
         if first is None:
-            who = name_ranks(sorted(roots))
-            verdict = (
-                f"{who[0].upper()}{who[1:]} of {self.size} left no recording here and has not "
-                f"entered {name}: it has not started, or runs on another host (give --hosts)."
-            )
-            culprits = [Culprit(rank, "", name, "", 0, "not recorded") for rank in sorted(roots)]
-            return "missing", verdict, culprits, _non_empty([self._also_waiting(set(roots))])
+            return self._not_recorded(sorted(r for r in roots if r not in self.ranks), name)
         kind, doing, where = self._activity(first, operation, waiters)
         if operation.point_to_point:
             verb = (
@@ -522,11 +605,60 @@ class _Analysis:
             culprits.append(self._culprit(self.ranks[rank], each_where, each_doing, name))
         return kind, verdict, culprits, waiting
 
+    def _not_recorded(
+        self, missing: list[int], name: str
+    ) -> tuple[str, str, list[Culprit], list[str]]:
+        """Ranks that have not started, or whose rings are on another host."""
+        who = name_ranks(missing)
+        one = len(missing) == 1
+        verdict = (
+            f"{who[0].upper()}{who[1:]} of {self.size} left no recording here and "
+            f"{'has' if one else 'have'} not entered {name}: "
+            f"{'it has' if one else 'they have'} not started, or "
+            f"{'runs' if one else 'run'} on another host (give --hosts)."
+        )
+        culprits = [Culprit(rank, "", name, "", 0, "not recorded") for rank in missing]
+        return "missing", verdict, culprits, _non_empty([self._also_waiting(set(missing))])
+
+    def _setup(self) -> "_Found":
+        """Ranks wait in init_process_group or new_group for ranks that have not called it."""
+        if not self.setup:
+            return None
+        name = Counter(self.setup.values()).most_common(1)[0][0]
+        inside = [f"rank {r} waits in it at {self._where(self.ranks[r])}" for r in self.setup][:4]
+        missing = sorted(set(range(self.size)) - set(self.ranks))
+        if missing:
+            kind, verdict, culprits, _ = self._not_recorded(missing, name)
+            return kind, verdict, culprits, inside
+        late = [r for r in self.ranks if r not in self.setup]
+        # A rank that waits for a rank which is in this function cannot be the first cause, unless
+        # it called its operation in another order.
+        late = [r for r in late if not self.waits_for.get(r)] or late
+        if not late:
+            return None
+        first = self.ranks[late[0]]
+        kind, doing, where = self._activity(first, None, [])
+        if self.blocked.get(first.rank):
+            operation = self.blocked[first.rank][0]
+            where = operation.site
+            kind = "order"
+            doing = f"waits in {self._name_operation(operation, first.rank)} at {where}"
+        verdict = f"{self._name(first)} has not entered {name}: it {doing}."
+        if late[1:]:
+            verdict += f" So {'have' if late[2:] else 'has'} {name_ranks(late[1:])} not."
+        culprits = [
+            self._culprit(self.ranks[r], self._where(self.ranks[r]), "", name) for r in late
+        ]
+        culprits[0] = self._culprit(first, where, doing, name)
+        return kind, verdict, culprits, inside
+
     def _order(self) -> "_Found":
         """Ranks wait for each other: they entered operations in different orders."""
         cycle = self._cycle()
         if not cycle:
             return None
+        if (found := self._wrong_message()) is not None:
+            return found
         parts = []
         culprits = []
         messages = []
@@ -548,6 +680,39 @@ class _Analysis:
             return f"missing_{missing}", lead + "; ".join(parts) + ".", culprits, []
         lead = "Ranks wait for each other, because they call operations in different orders: "
         return "order", lead + "; ".join(parts) + ".", culprits, []
+
+    def _wrong_message(self) -> "_Found":
+        """Find a send of one rank whose peer or tag is wrong, and the receive that waits for it."""
+        receives = [
+            (rank, operation)
+            for rank, missing in self.waits_for.items()
+            for operation in missing.values()
+            if operation.kind == "recv"
+        ]
+        for other, receive in receives:
+            rank = self._peer(receive, other)
+            for send in self.ranks[rank].operations if rank in self.ranks else ():
+                # A send of a small message may have completed although nobody received it.
+                if send.kind != "send" or not self._missing(rank, [send]):
+                    continue
+                cause = "tag" if self._peer(send, rank) == other else "peer"
+                verdict = (
+                    f"A message has a wrong {cause}: rank {rank} called "
+                    f"{self._name_operation(send, rank)} at {send.site}, but rank {other} called "
+                    f"{self._name_operation(receive, other)} at {receive.site}."
+                )
+                culprits = [
+                    self._culprit(self.ranks[rank], send.site, send.signature),
+                    self._culprit(self.ranks[other], receive.site, receive.signature),
+                ]
+                return "missing_message", verdict, culprits, []
+        return None
+
+    def _peer(self, operation: Operation, rank: int) -> int:
+        """Return the global rank of the other end of a message, or -1."""
+        group = self.ranks[rank].groups[operation.group]
+        members = group.ranks or tuple(range(group.size))
+        return members[operation.peer] if 0 <= operation.peer < len(members) else operation.peer
 
     def _cycle(self) -> list[int]:
         for start in self.waits_for:
@@ -608,6 +773,7 @@ class _Analysis:
 
     def _no_communication(self) -> "_Found":
         """No rank waits for another rank."""
+        missing = sorted(set(range(self.size)) - set(self.ranks))
         rows = []
         kinds = []
         for process in self.ranks.values():
@@ -631,7 +797,8 @@ class _Analysis:
             )
             verdict += "."
         culprits = [self._culprit(p, place, text) for p, text, place in rows]
-        return kind, verdict, culprits, []
+        evidence = [f"{name_ranks(missing)} of {self.size} left no recording here"] * bool(missing)
+        return kind, verdict, culprits, evidence
 
     # -- what a rank does --------------------------------------------------------------------------
 
@@ -648,7 +815,7 @@ class _Analysis:
             uneven = any(p.batches != process.batches for p in others) and process.batches > 0
             return ("uneven_batches" if uneven else "ended_early"), ended, where
         if process.exit_state == FAILED:
-            message, _, site = process.error.partition(" @ ")
+            message, _, site = process.error.rpartition(" @ ")
             return "error", f"failed at {site or where}: {_shorten(message)}", site or where
         if not process.alive:
             return "dead", f"has died (last known line: {where})", where
@@ -659,13 +826,14 @@ class _Analysis:
             return "unknown", f"entered {name} last, at {last.site}", last.site
         if main is None:
             return "unknown", "has entered no operation, and its stack is not known", where
-        if any("/dataloader.py" in frame for frame in main.frames):
+        if any(_LOADER in frame for frame in main.frames):
             return self._loader_activity(process, where)
-        if process.gil_age > 3.0 and process.sample_age < 3.0:
+        keeps_gil = process.gil_age > 3.0 and process.sample_age < 3.0
+        if keeps_gil and main.system_call not in _FILE_CALLS:
             text = f"keeps the GIL at {where}: native code runs without releasing it"
             return "gil", text, where
         fewer = [p for p in others if p.loaders_ended < process.loaders_ended]
-        note = ""
+        note = "keeps the GIL and " if keeps_gil else ""
         kind = ""
         if fewer and process.batches:
             kind = "uneven_batches"
@@ -679,8 +847,8 @@ class _Analysis:
                 f"{note}waits for a disk or file system{_of_file(main.file)} at {where}",
                 where,
             )
-        if main.system_call in ("read", "write", "fsync", "open", "lock"):
-            verbs = {"lock": "waits for a file lock on", "open": "opens a file", "fsync": "flushes"}
+        if main.system_call in _FILE_CALLS:
+            verbs = {"lock": "waits for a file lock on", "fsync": "flushes"}
             verb = verbs.get(main.system_call, f"{main.system_call}s")
             target = f" {main.file}" if main.file else ""
             is_file = main.file.startswith("/") and not main.file.startswith("/dev/")
@@ -703,7 +871,19 @@ class _Analysis:
         if self._is_busy(process) or (main.state == "R" and not main.system_call):
             return kind or "busy", f"{note}computes at {where}", where
         found, text = texts.get(main.system_call, ("waiting", "is"))
-        return kind or found, f"{note}{text} at {where}", where
+        threads = ""
+        if main.system_call == "futex":  # the main thread may wait for another thread
+            places = [user_frame(each.frames) for each in process.threads[1:]]
+            places = [each for each in places if each and is_user_frame(each)]
+            joins = any(
+                re.search(r"/threading.py:\d+ in (join|_shutdown)$", f) for f in main.frames
+            )
+            if joins and len(places) == 1:
+                text = f"waits for its thread at {places[0]}"
+                return kind or found, f"{note}{text} (its main thread is at {where})", places[0]
+            verb = "threads are" if places[1:] else "thread is"
+            threads = f" (its other {verb} at {', '.join(places[:3])})" if places else ""
+        return kind or found, f"{note}{text} at {where or 'an unknown line'}{threads}", where
 
     def _is_busy(self, process: Process) -> bool:
         old = self.before.get((process.host, process.pid))
@@ -766,7 +946,9 @@ class _Analysis:
     def _where(self, process: Process) -> str:
         """Return the source line of the program in which the main thread was last seen."""
         last = process.operations[-1] if process.operations else None
-        if last is not None and last.entered > process.time - process.sample_age:
+        main = process.threads[0].thread if process.threads else None
+        newer = last is not None and last.entered > process.time - process.sample_age
+        if last is not None and newer and main in (None, last.thread):
             return last.site  # newer than the sampled stack
         return user_frame(process.threads[0].frames) if process.threads else ""
 
@@ -783,24 +965,40 @@ class _Analysis:
     def _name_operation(self, operation: Operation, rank: int) -> str:
         group = self.ranks[rank].groups[operation.group]
         if operation.point_to_point:
-            members = group.ranks or tuple(range(group.size))
-            peer = members[operation.peer] if 0 <= operation.peer < len(members) else operation.peer
+            peer = self._peer(operation, rank)
             way = (
                 f"from rank {rank} to rank {peer}"
                 if operation.kind == "send"
                 else (f"from rank {peer} to rank {rank}")
             )
-            return f"{operation.kind} #{operation.sequence} {way}"
+            tag = f" with tag {operation.tag}" if operation.tag > 0 else ""
+            return f"{operation.kind} #{operation.sequence} {way}{tag}"
         return f"{operation.kind} #{operation.sequence} of {group.label}"
 
     def _waited(self) -> float:
         """Return for how long the ranks have waited, in seconds."""
-        waits = [
-            self.ranks[rank].time - operation.entered
-            for rank, operations in self.blocked.items()
-            for operation in operations
-        ]
+        waits = [self._waits_of(rank, operations) for rank, operations in self.blocked.items()]
         return max(waits, default=min((p.step_age for p in self.ranks.values()), default=0.0))
+
+    def _waits_of(self, rank: int, operations: list[Operation]) -> float:
+        return max(self.ranks[rank].time - operation.entered for operation in operations)
+
+    def _usual_pause(self) -> float:
+        """Return the longest pause that the job had at least three times, in seconds.
+
+        A job whose steps take minutes does not hang because nothing has moved for seconds.
+        """
+        times = sorted(
+            moment + process.clock_offset
+            for process in self.ranks.values()
+            for moment in (
+                *(each.entered for each in process.operations),
+                *(each.completed for each in process.operations if each.completed),
+                *(each.ended for each in process.step_history),
+            )
+        )
+        pauses = sorted((after - before for before, after in pairwise(times)), reverse=True)
+        return pauses[2] if len(pauses) > 2 else 0.0
 
     def _also_waiting(self, causes: set[int]) -> str:
         waiting = sorted(rank for rank in self.blocked if rank not in causes)
@@ -859,11 +1057,22 @@ _CERTAIN = (
 
 def _form(operation: Operation) -> tuple[Any, ...]:
     """Return what all ranks of a group must have in common."""
-    if operation.kind in _KINDS_WITH_FREE_SIZES:
+    on_gpu = operation.device != "cpu"
+    if operation.kind in _KINDS_WITH_FREE_SIZES or (on_gpu and operation.kind in _KINDS_WITH_LISTS):
         return (operation.kind,)
     return (
         operation.kind, operation.dtype, operation.elements, operation.reduction, operation.peer,
     )  # fmt: skip
+
+
+def _setup_call(process: Process) -> str:
+    """Return the function for all ranks in which a process creates its groups, or ""."""
+    if not process.alive or process.exit_state != RUNNING or not process.threads:
+        return ""
+    for frame in reversed(process.threads[0].frames):
+        if match := _SETUP.search(frame):
+            return "tutti.init" if match[2] else f"{match[1]}"
+    return ""
 
 
 def _difference(operations: list[Operation]) -> str:
