@@ -16,7 +16,7 @@ from warm import Warm, WarmProcess
 
 TUTTI = [sys.executable, "-m", "tutti"]
 _NO_LAUNCHER = (
-    *("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_"),
+    *("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_"),
     *("GLOO_", "NCCL_"),
 )
 

@@ -267,6 +267,7 @@ def test_a_script_is_recorded_through_python_m_tutti_observe(tmp_path: Path) -> 
     env |= {"MASTER_PORT": "29601"}
     done = run_command([sys.executable, "-m", "tutti.observe", script], env=env)
     assert done.returncode == 1 and "planted" in done.stderr
+    assert "not recorded" not in done.stderr
     explained = run_command([*TUTTI, "why", "127.0.0.1-29601"])
     ring_reader.remove_job("127.0.0.1-29601")
     assert explained.returncode == 1 and "script.py:1" in explained.stdout

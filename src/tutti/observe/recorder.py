@@ -93,9 +93,10 @@ def job_name(env: Mapping[str, str]) -> str:
         return f"torchrun-{env.get('MASTER_PORT', '')}-{env['TORCHELASTIC_RUN_ID']}"
     if "SLURM_STEP_ID" in env:
         return f"slurm-{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
-    for variable in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):
-        if variable in env:
-            return f"mpi-{env[variable]}"
+    if "OMPI_COMM_WORLD_RANK" in env or "PMI_RANK" in env:
+        for variable in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):
+            if variable in env:
+                return f"mpi-{env[variable]}"
     if "MASTER_PORT" in env:
         return f"{env.get('MASTER_ADDR', 'localhost')}-{env['MASTER_PORT']}"
     return f"pid-{os.getppid()}"
