@@ -47,7 +47,7 @@ class Run:
     """Seconds after which a collective fails."""
     observe: bool = True
     """Record the operations and stacks of the ranks in shared memory. `tutti why` and `tutti watch`
-    read the records. Recording costs about 1 microsecond per collective."""
+    read the records. Recording costs less than 1 microsecond per collective."""
     hang_after: float = HANG_AFTER
     """Seconds without progress after which the ranks hang, and the reason is printed."""
     grace: float = 5.0
